@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine with names: the part that `Group` and `LocalGroup` share."""
+
+from __future__ import annotations
+
+import logging
+import math
+import numbers
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from bitopk import _core
+from bitopk._tensors import empty_like, host_view
+from bitopk.errors import InvalidArgumentError
+from bitopk.stats import Stats
+
+__all__ = ["Prepared", "RankEngine", "check_step_options"]
+
+logger = logging.getLogger("bitopk")
+
+_WAIT_SLICE_SECONDS = 0.2
+_REPORT_WAIT_AFTER_SECONDS = 10.0
+_OPS = {"average": _core.Op.average, "sum": _core.Op.sum}
+
+
+def check_step_options(op: Any, scale: Any) -> tuple[_core.Op, float]:
+    """Return the engine's operation and scale, or raise InvalidArgumentError."""
+    if op not in _OPS:
+        raise InvalidArgumentError(f"allreduce: op must be 'average' or 'sum'; got {op!r}")
+    valid = isinstance(scale, numbers.Real) and not isinstance(scale, bool)
+    if not valid or not math.isfinite(scale) or scale <= 0:
+        raise InvalidArgumentError(f"allreduce: scale must be finite and positive; got {scale!r}")
+    return _OPS[op], float(scale)
+
+
+class Prepared:
+    """The checked arrays of one step; keeps them alive while the engine works on them."""
+
+    def __init__(self, results: dict[str, Any]) -> None:
+        self.results = results
+        self.views: list[tuple[str, np.ndarray, np.ndarray]] = []
+
+
+class RankEngine:
+    """An engine whose tensors are called by name. Not thread-safe."""
+
+    def __init__(self, engine: _core.Engine) -> None:
+        self.engine = engine
+        self._numbers: dict[str, int] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, np.dtype] = {}
+        self._op: Any = None
+        self.registered = False
+
+    def prepare(self, grads: Any, out: Any) -> Prepared:
+        """Check one rank's gradients and make room for the results; nothing else is changed."""
+        if not isinstance(grads, Mapping):
+            raise InvalidArgumentError(
+                f"allreduce: gradients must be a dict of name to array; got {type(grads).__name__}"
+            )
+        if out is not None and not isinstance(out, Mapping):
+            raise InvalidArgumentError(
+                f"allreduce: out must be a dict of name to array; got {type(out).__name__}"
+            )
+        prepared = Prepared({})
+        for name, gradient in grads.items():
+            if not isinstance(name, str):
+                raise InvalidArgumentError(f"allreduce: names must be str; got {name!r}")
+            view = host_view(gradient, f"gradient {name!r}")
+            self._check_tensor(name, view)
+            result = empty_like(gradient) if out is None else self._result_for(name, out)
+            result_view = host_view(result, f"out {name!r}")
+            _check_result(name, view, result_view)
+            prepared.results[name] = result
+            prepared.views.append((name, view, result_view))
+        return prepared
+
+    def _result_for(self, name: str, out: Mapping[str, Any]) -> Any:
+        if name not in out:
+            raise InvalidArgumentError(f"allreduce: out has no {name!r}")
+        return out[name]
+
+    def _check_tensor(self, name: str, view: np.ndarray) -> None:
+        if view.dtype not in (np.float32, np.float64, np.int32, np.int64):
+            raise InvalidArgumentError(
+                f"gradient {name!r}: must be float32 (compressed), or float64, int32 or int64 "
+                f"(sent dense); got {view.dtype}"
+            )
+        if not self.registered:
+            return
+        if name not in self._numbers:
+            known = ", ".join(repr(known) for known in list(self._numbers)[:8])
+            raise InvalidArgumentError(
+                f"allreduce: {name!r} was not in the first step, which fixed the set of tensors "
+                f"({len(self._numbers)}: {known}{', ...' if len(self._numbers) > 8 else ''})"
+            )
+        if view.shape != self._shapes[name]:
+            raise InvalidArgumentError(
+                f"gradient {name!r}: got shape {view.shape}, the first step had "
+                f"{self._shapes[name]}"
+            )
+        if view.dtype != self._dtypes[name]:
+            raise InvalidArgumentError(
+                f"gradient {name!r}: got {view.dtype}, the first step had {self._dtypes[name]}"
+            )
+
+    def check_op(self, op: _core.Op) -> None:
+        """Refuse another operation than the first step's."""
+        if self._op is not None and op != self._op:
+            raise InvalidArgumentError(
+                f"allreduce: the first step fixed op={self._op.name!r}; got {op.name!r}"
+            )
+
+    def start(self, prepared: Prepared, op: _core.Op, scale: float) -> None:
+        """Hand over all tensors, which must be registered. Returns at once."""
+        self.engine.begin_step(op, scale)
+        self._op = op
+        for name, view, result in prepared.views:
+            self.engine.submit(self._numbers[name], view, result)
+        self.engine.end_step()
+
+    def register(self, prepared: Prepared) -> None:
+        """At the first step, fix the set of tensors; the comparison among ranks goes on behind."""
+        if self.registered:
+            return
+        views = {name: view for name, view, _ in prepared.views}
+        names = sorted(views, key=lambda name: name.encode())
+        self.engine.register([(name, views[name]) for name in names])
+        self._numbers = {name: number for number, name in enumerate(names)}
+        self._shapes = {name: views[name].shape for name in names}
+        self._dtypes = {name: views[name].dtype for name in names}
+        self.registered = True
+        for line in self.engine.decisions:
+            logger.info("%s", line)
+        if self.engine.rank == 0:
+            for line in self.engine.warnings:
+                logger.warning("%s", line)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the step is done; returns False after `timeout` seconds. Raises its error."""
+        end = None if timeout is None else time.monotonic() + timeout
+        report_after = _REPORT_WAIT_AFTER_SECONDS
+        while True:
+            left = _WAIT_SLICE_SECONDS if end is None else end - time.monotonic()
+            if self.engine.wait_for(min(_WAIT_SLICE_SECONDS, max(left, 0.001))):
+                return True
+            if end is not None and time.monotonic() >= end:
+                return False
+            ranks, what, seconds = self.engine.waiting()
+            if ranks and seconds >= report_after:
+                logger.warning("still waiting for ranks %s after %.0f s: %s", ranks, seconds, what)
+                report_after *= 2
+
+    def worker_memory(self) -> dict[str, np.ndarray]:
+        """Return this rank's worker memory by name; zeros for tensors that travel dense."""
+        out = self._zeros()
+        for name, array in out.items():
+            self.engine.read_worker_memory(self._numbers[name], array)
+        return out
+
+    def add_server_share(self, out: dict[str, np.ndarray]) -> None:
+        """Write this rank's share of the server memory into the arrays of `out`."""
+        for name, array in out.items():
+            self.engine.read_server_share(self._numbers[name], array)
+
+    def gather_server_memory(self) -> dict[str, np.ndarray]:
+        """Return the whole server memory; every rank must call it."""
+        out = self._zeros()
+        if not self.registered:
+            return out
+        whole = self.engine.gather_server_memory()
+        for name, array in out.items():
+            if whole[self._numbers[name]] is not None:
+                array[...] = whole[self._numbers[name]].reshape(array.shape)
+        return out
+
+    def _zeros(self) -> dict[str, np.ndarray]:
+        return {
+            name: np.zeros(shape, np.float32)
+            for name, shape in self._shapes.items()
+            if self._dtypes[name] == np.float32
+        }
+
+    def stats(self) -> Stats:
+        """Return what this rank did so far."""
+        return Stats(**self.engine.stats())
+
+
+def _check_result(name: str, view: np.ndarray, result: np.ndarray) -> None:
+    if result.shape != view.shape or result.dtype != view.dtype:
+        raise InvalidArgumentError(
+            f"out {name!r}: got {result.dtype}{list(result.shape)}, the gradient is "
+            f"{view.dtype}{list(view.shape)}"
+        )
+    if not result.flags.writeable:
+        raise InvalidArgumentError(f"out {name!r}: must be writable")
+    same = result.__array_interface__["data"] == view.__array_interface__["data"]
+    if not same and np.may_share_memory(result, view):
+        raise InvalidArgumentError(f"out {name!r}: must be the gradient itself or not overlap it")
