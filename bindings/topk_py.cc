@@ -31,6 +31,14 @@ void RegisterTopK(py::module_& module) {
         return py::make_tuple(indices, values);
       },
       py::arg("x").noconvert(), py::arg("k"));
+  // The target that the kernels in use were compiled for, as proof of what BITOPK_ISA did.
+  module.def("compiled_for",
+             [] { return std::string(kernels::TopKWorkspace(WithEnvironment(Config()).isa).compiled_for()); });
+  module.def("supported_isas", [] {
+    py::list names;
+    for (const kernels::Isa isa : kernels::SupportedIsas()) names.append(kernels::IsaName(isa));
+    return names;
+  });
 }
 
 }  // namespace bitopk::python

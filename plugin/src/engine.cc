@@ -70,6 +70,7 @@ class Engine::Impl {
       BITOPK_CHECK_ARG(names.insert(tensor.name).second, "Engine::Register: two tensors are called \"", tensor.name, "\"");
     }
     plan_ = MakePlan(tensors, config_, comm_->rank(), comm_->size());
+    if (density_.density > 0.0) ApplyDensity();
     tensors_ = std::move(tensors);
     registered_ = true;
     description_ = DescribeJob(config_, tensors_);
@@ -206,12 +207,9 @@ class Engine::Impl {
     BITOPK_CHECK_ARG(density > 0.0 && density <= 1.0, "Engine::SetDensity: density must be in (0, 1]; got ", density);
     BITOPK_CHECK_ARG(density_down > 0.0 && density_down <= 1.0,
                      "Engine::SetDensity: density_down must be in (0, 1]; got ", density_down);
-    for (Unit& unit : plan_.units) {
-      if (!unit.compressed || unit.from_rule) continue;
-      unit.spec.up = {density, 0};
-      unit.spec.down = {density_down, 0};
-      SetEntriesToKeep(unit);
-    }
+    density_ = {density, 0};
+    density_down_ = {density_down, 0};
+    ApplyDensity();
   }
 
   EngineState SaveState() {
@@ -330,10 +328,8 @@ class Engine::Impl {
     } catch (const InvalidArgumentError&) {
       return dead_ = std::current_exception();  // all ranks found it: no peer needs to be told
     } catch (const ReplicaDivergenceError&) {
-      DropPending();
       return dead_ = std::current_exception();
     } catch (const std::exception& error) {
-      DropPending();
       comm_->Abort(error.what());
       dead_ = std::current_exception();
       return dead_;
@@ -376,7 +372,17 @@ class Engine::Impl {
     if (error != nullptr) std::rethrow_exception(error);
   }
 
+  // A step that fails leaves no trace in the memories; a finished one stays when something after it fails.
   void RunStep() {
+    try {
+      LaunchBuckets();
+    } catch (...) {
+      DropPending();
+      throw;
+    }
+  }
+
+  void LaunchBuckets() {
     StepContext context{*comm_, plan_, workspace_, submissions_, stats_};
     context.step = steps_begun_;
     context.schedule_step = schedule_step_;
@@ -429,6 +435,15 @@ class Engine::Impl {
     throw NonFiniteGradientError(internal::StrCat(
         "step ", steps_begun_, ": NaN or Inf in ", ranks.empty() ? "the sum over ranks" : "the gradients of rank " + ranks,
         "; memories are as before the step (rank ", comm_->rank(), " of ", comm_->size(), ")"));
+  }
+
+  void ApplyDensity() {
+    for (Unit& unit : plan_.units) {
+      if (!unit.compressed || unit.from_rule) continue;
+      unit.spec.up = density_;
+      unit.spec.down = density_down_;
+      SetEntriesToKeep(unit);
+    }
   }
 
   void CommitPending() {
@@ -567,6 +582,8 @@ class Engine::Impl {
   Op op_ = Op::kAverage;
   double scale_ = 0.0;  // of the last committed step; 0 before the first
   double pending_scale_ = 0.0;
+  Sparsity density_;       // of SetDensity; 0 before
+  Sparsity density_down_;
   std::uint64_t steps_begun_ = 0;
   std::uint64_t schedule_step_ = 0;  // committed steps
   bool pending_ = false;             // a finished step awaits Commit or Rollback

@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <thread>
 #include <utility>
 
 #include "plugin/src/ranges.h"
@@ -32,6 +33,10 @@ static_assert(kHeaderBytes + kInlineBytes <= kChunkBytes);
 // How long a failing rank waits for its last message to reach the others before it closes the
 // connections.
 constexpr std::chrono::milliseconds kLinger(300);
+
+// How long a rank that has waited too long listens to the others before it says whom it blames:
+// longer than their ticks.
+constexpr std::chrono::milliseconds kListen(350);
 
 // A peer that is gone without goodbye, but of which the call under way needs nothing more: how long
 // the call may go on.
@@ -52,7 +57,6 @@ GlooCommunicator::GlooCommunicator(std::shared_ptr<PairContext> context,
       size_(context_->size),
       timeout_(timeout),
       peers_(static_cast<std::size_t>(size_)),
-      ranges_(static_cast<std::size_t>(size_)),
       waited_for_(static_cast<std::size_t>(size_), false),
       closer_(context_->createUnboundBuffer(&never_sent_, sizeof(never_sent_))),
       watch_(context_),
@@ -311,7 +315,15 @@ void GlooCommunicator::Exchange(const Expectation& expected, std::uint16_t flags
     peer.payload_send =
         context_->createUnboundBuffer(const_cast<std::uint8_t*>(part.data()), part.size());
     PostSend(to, *peer.payload_send, payload_slot(), part.size());
-    Track(to, *peer.payload_send, false, false, part.size());
+  }
+  // Headers are waited for first: a payload moves only when its receiver has seen the header, and
+  // ranks that waited for a payload of each other, in a circle, would only go on when the ticker
+  // interrupts.
+  for (int n = 1; n < size_; ++n) {
+    const Peer& peer = peer_of(NthPeer(n));
+    if (peer.payload_send != nullptr) {
+      Track(NthPeer(n), *peer.payload_send, false, false, peer.payload_send->size);
+    }
   }
   CompleteAll();
   ++exchange_;
@@ -447,6 +459,13 @@ void GlooCommunicator::LookAround() {
   if (first_loss_ != Clock::time_point::max() && Clock::now() > first_loss_ + kGraceAfterLoss) {
     ThrowLost(rank_);
   }
+  if (watch_.any_suspicion() && !told_whom_it_awaits_) {
+    std::vector<int> awaited;
+    for (const Operation& operation : operations_) {
+      if (operation.remaining > 0 && operation.is_receive) awaited.push_back(operation.peer);
+    }
+    TellWhomThisRankAwaits(awaited);
+  }
   CheckOverdue();
 }
 
@@ -478,8 +497,39 @@ void GlooCommunicator::CheckOverdue() {
     if (owes) silent.push_back(peer);
     if (takes_nothing && !owes) not_taking.push_back(peer);
   }
-  const std::vector<int>& blamed = silent.empty() ? not_taking : silent;
-  if (blamed.empty()) return;
+  const std::vector<int>& overdue = silent.empty() ? not_taking : silent;
+  if (!overdue.empty()) ThrowSilent(overdue);
+}
+
+void GlooCommunicator::TellWhomThisRankAwaits(const std::vector<int>& awaited) {
+  if (std::exchange(told_whom_it_awaits_, true)) return;
+  watch_.SendSuspicion(awaited);
+}
+
+// The time is up. A rank that is overdue may itself wait for another one, since ranks can be a call
+// apart: every rank that waits says for whom, and those who are waited for and say nothing are to
+// blame.
+void GlooCommunicator::ThrowSilent(const std::vector<int>& overdue) {
+  TellWhomThisRankAwaits(overdue);
+  for (const auto end = Clock::now() + kListen; Clock::now() < end;) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    RequireAlive();
+    watch_.Poll();
+    if (watch_.accusation()) ThrowLost(rank_);
+  }
+  std::vector<bool> awaited(static_cast<std::size_t>(size_), false);
+  for (const int peer : overdue) awaited[static_cast<std::size_t>(peer)] = true;
+  for (int n = 1; n < size_; ++n) {
+    for (const int peer : watch_.suspicion(NthPeer(n)).value_or(std::vector<int>())) {
+      awaited[static_cast<std::size_t>(peer)] = true;
+    }
+  }
+  std::vector<int> blamed;
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_ || !awaited[static_cast<std::size_t>(peer)]) continue;
+    if (!watch_.suspicion(peer)) blamed.push_back(peer);
+  }
+  if (blamed.empty()) blamed = overdue;
   throw Verdict{blamed[0],
                 StrCat("no answer from ", ListRanks(blamed), " within ", DurationText(timeout_)),
                 ""};

@@ -111,6 +111,8 @@ class GlooCommunicator final : public Communicator {
   void LookAround();
   void DrainClosedPeer(int peer);
   void CheckOverdue();
+  void TellWhomThisRankAwaits(const std::vector<int>& awaited);
+  [[noreturn]] void ThrowSilent(const std::vector<int>& overdue);
   [[noreturn]] void ThrowLost(int peer);
 
   std::string Suffix(const std::string& more = {}) const;
@@ -118,7 +120,7 @@ class GlooCommunicator final : public Communicator {
   void CloseAll() noexcept;
 
   Peer& peer_of(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
-  // Slots of an exchange; slot 0 is PeerWatch's, and the largest ones are gloo's own.
+  // Slots of an exchange; slots 0 and 4 are PeerWatch's, and the largest ones are gloo's own.
   std::uint64_t header_slot() const { return 4 * exchange_ + 1; }
   std::uint64_t payload_slot() const { return 4 * exchange_ + 2; }
   std::uint64_t range_slot() const { return 4 * exchange_ + 3; }
@@ -138,8 +140,8 @@ class GlooCommunicator final : public Communicator {
   std::uint64_t exchange_ = 0;  // number of the exchange whose headers are posted
   std::uint32_t next_ring_ = 0;
   Clock::time_point first_loss_;  // when a peer was first seen gone without goodbye
-  std::vector<Bytes> ranges_;     // scratch of AllReduceSum
-  ReceiveBuffer received_ranges_;
+  bool told_whom_it_awaits_ = false;
+  ReceiveBuffer received_ranges_;  // of a reduction
   std::atomic<std::uint64_t> bytes_sent_{0};
   std::atomic<std::uint64_t> bytes_received_{0};
 

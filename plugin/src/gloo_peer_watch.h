@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// PeerWatch: who is alive, and whom do the others blame? Each pair of ranks keeps one receive
-// pending on a reserved slot for the one control message that a rank ever sends: goodbye, or abort
-// with the rank that it blames. The pending receive also tells, without waiting, that a connection
-// has closed. Used by the Gloo communicator.
+// PeerWatch: who is alive, and whom do the others blame? Each pair of ranks keeps receives pending
+// on reserved slots, for the last message that a rank sends: goodbye, or abort with the rank that
+// it blames; and for a suspicion: whom it waits for, when somebody has waited too long. The pending
+// receives also tell, without waiting, that a connection has closed. Used by the Gloo communicator.
 #pragma once
 
 #include <chrono>
@@ -21,9 +21,11 @@ namespace bitopk::internal {
 /// Thread-safe. Nothing throws after construction.
 class PeerWatch {
  public:
-  static constexpr std::uint64_t kControlSlot = 0;
+  // Slots of the last message and of suspicions.
+  static constexpr std::uint64_t kLastSlot = 0;
+  static constexpr std::uint64_t kSuspicionSlot = 4;
 
-  enum class Notice : std::uint8_t { kAbort = 1, kGoodbye = 2 };
+  enum class Notice : std::uint8_t { kAbort = 1, kGoodbye = 2, kSuspicion = 3 };
 
   struct Accusation {
     int reporter = 0;
@@ -44,7 +46,16 @@ class PeerWatch {
   bool said_goodbye(int peer) const;
   std::optional<Accusation> accusation() const;
 
-  /// Sends the one control message to every peer that can be reached. `text` is cut if it is long.
+  /// As of the last Poll: whom `peer` said to be waiting for; nothing if it said nothing. / Whether
+  /// any peer did.
+  std::optional<std::vector<int>> suspicion(int peer) const;
+  bool any_suspicion() const;
+
+  /// Tells every peer that can be reached whom this rank waits for. To be called once.
+  void SendSuspicion(const std::vector<int>& awaited);
+
+  /// Sends the last message to every peer that can be reached. `text` is cut if it is long. To be
+  /// called once.
   void Send(Notice notice, int blamed, const std::string& text);
 
   /// After Send: waits until the peers have closed or answered with a message of their own, at most
@@ -56,6 +67,7 @@ class PeerWatch {
   void WaitSent(std::chrono::milliseconds longest);
 
  private:
+  struct Channel;
   struct Peer;
 
   void PollPeer(int rank, Peer& peer);

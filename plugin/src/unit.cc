@@ -3,6 +3,7 @@
 
 #include <fnmatch.h>
 
+#include <algorithm>
 #include <map>
 #include <utility>
 
@@ -137,15 +138,17 @@ bool SameMessage(const Unit& a, const Unit& b) {
   return a.compressed == b.compressed && a.exchange == b.exchange && a.spec.start_step == b.spec.start_step;
 }
 
-// Packs units, last registered first, into messages of at most bucket_bytes (or one unit).
+// Packs units into messages of at most bucket_bytes (or one unit). Gradients appear last registered first, so a unit is
+// complete with its first registered tensor: one that spans the model must not hold up those that are ready before.
 void FillBuckets(const std::vector<TensorSpec>& tensors, std::size_t bucket_bytes, Plan& plan) {
   std::vector<std::size_t> order;
   std::vector<bool> placed(plan.units.size(), false);
-  for (std::size_t i = tensors.size(); i-- > 0;) {
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
     const std::size_t unit = plan.unit_of_tensor[i];
     if (!placed[unit]) order.push_back(unit);
     placed[unit] = true;
   }
+  std::reverse(order.begin(), order.end());
   for (const std::size_t number : order) {
     const Unit& unit = plan.units[number];
     const std::size_t bytes = unit.num_entries * DTypeBytes(unit.dtype);

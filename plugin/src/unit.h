@@ -65,7 +65,7 @@ struct Bucket {
 
 struct Plan {
   std::vector<Unit> units;
-  std::vector<Bucket> buckets;               // in launch order: last registered first, as gradients appear in backward
+  std::vector<Bucket> buckets;               // in launch order: as backward completes them, last registered first
   std::vector<std::size_t> bucket_of_tensor;
   std::vector<std::size_t> unit_of_tensor;
   std::vector<std::string> decisions;        // why each exchange was chosen, for a log

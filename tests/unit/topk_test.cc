@@ -188,7 +188,7 @@ TEST_P(TopK, StreamsAroundTheCachesWithTheSameResult) {
 }
 
 INSTANTIATE_TEST_SUITE_P(EveryIsa, TopK, testing::ValuesIn(SupportedIsas()),
-                         [](const auto& info) { return std::string(IsaName(info.param)); });
+                         [](const auto& isa) { return std::string(IsaName(isa.param)); });
 
 TEST(Isa, AnUnknownNameIsRefusedWithTheKnownOnes) {
   try {

@@ -78,8 +78,8 @@ class Communicator {
   virtual std::chrono::milliseconds timeout() const = 0;
 
   /// Sends `send[r]` to each rank r (shape [size()]; send[rank()] is delivered locally and not counted) and receives
-  /// one part from each. `flags` travel in the header. Steps: 2 (header, payload); bytes sent: the sum of the parts
-  /// for others + (size-1) * header.
+  /// one part from each. `flags` travel in the header. Steps: 1 if no part is large (over Gloo: 16 KiB), else 2 (header,
+  /// payload); bytes sent: the sum of the parts for others + (size-1) * header.
   /// @param max_bytes  largest part that a peer may announce; a larger one is a WireFormatError before any
   ///                   memory is taken.
   /// @throws CommunicationError  peer dead, silent for timeout(), or announcing another tag (names both sides).
