@@ -129,7 +129,9 @@ HWY_NOINLINE ScanResult ScanLoop(const ScanTask& task) {
 template <Operands kOperands, Output kOutput>
 ScanResult ScanFor(const ScanTask& task) {
 #if HWY_TARGET == HWY_AVX3
-  if (!task.expect_few) return ScanLoop<kOperands, kOutput, true, false>(task);
+  // Stores that go around the caches suffer from the many overlapping stores of the compressed vectors: 1.6 instead of
+  // 1.26 of `r += g` at a density of 0.01 in DRAM.
+  if (!task.expect_few && kOutput != kStreamed) return ScanLoop<kOperands, kOutput, true, false>(task);
 #endif
   return ScanLoop<kOperands, kOutput, false, true>(task);
 }

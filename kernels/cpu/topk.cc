@@ -75,14 +75,31 @@ class TopKSelector {
       return {};
     }
     const std::int32_t threshold = EstimateThreshold(k, lowest);
-    candidates_ = Collect(threshold, kKeyMask, k);
-    if (candidates_ < k && threshold > lowest) AddRest(threshold, lowest, k);
-    kept_ = Prune(0, candidates_, k);
+    Region found = Collect(threshold, kKeyMask, k);
+    if (found.count < k && threshold > lowest) AddRest(threshold, lowest, k, found);
+    kept_ = Prune(found, k);
     return {Span<std::uint32_t>(workspace_.indices_.data(), kept_),
             Span<float>(workspace_.values_.data(), kept_)};
   }
 
  private:
+  // A range of keys that holds the rank-th largest key.
+  struct Bin {
+    std::int32_t low = 0;
+    std::int32_t high = 0;   // inclusive
+    std::size_t count = 0;   // keys in the range
+    std::size_t rank = 0;    // of the key sought among them
+  };
+
+  // Candidates [begin, begin + count) of the buffer, of which there may be `capacity`.
+  struct Region {
+    std::size_t begin;
+    std::size_t count;
+    std::size_t capacity;
+    std::int32_t threshold;  // exclusive lower bound of keys to come
+    std::int32_t floor;      // inclusive lower bound of the keys that are there
+  };
+
   void ReserveCandidates(std::size_t k) {
     capacity_ = std::min(num_entries_, std::max(2 * k, k + 4096));
     // A second pass appends up to `capacity_` more behind the first pass's k - 1 at most.
@@ -91,7 +108,7 @@ class TopKSelector {
       workspace_.indices_.resize(needed);
       workspace_.values_.resize(needed);
     }
-    if (workspace_.histogram_.empty()) workspace_.histogram_.resize(kHistogramBins);
+    if (workspace_.histogram_.empty()) workspace_.histogram_.resize(2 * kHistogramBins);
   }
 
   // An exclusive lower bound that about k entries, and almost surely no fewer than k, exceed.
@@ -103,7 +120,21 @@ class TopKSelector {
     const auto rank =
         static_cast<std::size_t>(expected + 3.0 * std::sqrt(expected * (1.0 - fraction)) + 2.0);
     if (rank > sampled) return lowest;
-    return std::max(lowest, KthKey(workspace_.samples_.data(), sampled, rank).key - 1);
+    return std::max(lowest, KthSample(sampled, rank) - 1);
+  }
+
+  // The rank-th largest key of the sample: coarse bins first, so that only a few keys are looked at exactly.
+  std::int32_t KthSample(std::size_t count, std::size_t rank) {
+    const float* const samples = workspace_.samples_.data();
+    if (workspace_.keys_.size() < count) workspace_.keys_.resize(count);
+    const Bin bin = CoarseBinOfRank({{samples, count}}, kKeyMask, rank);
+    std::size_t inside = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::int32_t key = MagnitudeKey(samples[i]);
+      workspace_.keys_[inside] = key;
+      inside += key >= bin.low && key <= bin.high ? 1 : 0;
+    }
+    return KthKey(inside, bin.rank).key;
   }
 
   // Stratified runs of corrected entries into workspace_.samples_; returns how many entries.
@@ -133,8 +164,8 @@ class TopKSelector {
   }
 
   // The pass: appends every entry with threshold < key <= high, pruning to the best k whenever the buffer is full.
-  std::size_t Collect(std::int32_t threshold, std::int32_t high, std::size_t k) {
-    Region region{0, 0, capacity_, threshold};
+  Region Collect(std::int32_t threshold, std::int32_t high, std::size_t k) {
+    Region region{0, 0, capacity_, threshold, std::min(threshold, kNanKey) + 1};
     std::size_t first = 0;
     for (const GradientSegment& piece : pieces_) {
       if (piece.gradient != nullptr || memory_ != nullptr) {
@@ -152,16 +183,8 @@ class TopKSelector {
       }
       first += piece.num_entries;
     }
-    return region.count;
+    return region;
   }
-
-  // Candidates [begin, begin + count) of the buffer, of which there may be `capacity`.
-  struct Region {
-    std::size_t begin;
-    std::size_t count;
-    std::size_t capacity;
-    std::int32_t threshold;  // exclusive
-  };
 
   static ScanTask TaskFor(std::size_t first) {
     ScanTask task;
@@ -189,8 +212,9 @@ class TopKSelector {
 
   // The buffer is full: keep its best, and from now on only what beats the last of them, since later equals lose.
   void RaiseThreshold(std::size_t keep, Region& region) {
-    region.count = Prune(region.begin, region.count, keep);
+    region.count = Prune(region, keep);
     region.threshold = last_cut_.key == kNanKey ? kKeyMask : last_cut_.key;
+    region.floor = last_cut_.key;
   }
 
   void AppendZeros(std::size_t first, std::size_t num_entries, std::size_t keep, Region& region) {
@@ -203,13 +227,13 @@ class TopKSelector {
     }
   }
 
-  // The estimate was too high: `candidates_` < k entries exceed it. Takes the largest of the others from a second pass.
-  void AddRest(std::int32_t threshold, std::int32_t lowest, std::size_t k) {
-    const std::size_t missing = k - candidates_;
+  // The estimate was too high: fewer than k entries, `found`, exceed it. Takes the largest of the others from a second pass.
+  void AddRest(std::int32_t threshold, std::int32_t lowest, std::size_t k, Region& found) {
+    const std::size_t missing = k - found.count;
     std::vector<GradientSegment> rest(pieces_.begin(), pieces_.end());
     if (corrected_ != nullptr) rest = {{corrected_, num_entries_}};
-    const std::int32_t low = HistogramThreshold(rest, threshold, lowest, missing);
-    Region region{candidates_, 0, capacity_, low};
+    const std::int32_t low = std::max(lowest, CoarseBinOfRank(rest, threshold, missing).low - 1);
+    Region region{found.count, 0, capacity_, low, low + 1};
     std::size_t first = 0;
     for (const GradientSegment& piece : rest) {
       ScanTask task = TaskFor(first);
@@ -223,27 +247,31 @@ class TopKSelector {
       }
       first += piece.num_entries;
     }
-    MergeByIndex(candidates_, Prune(region.begin, region.count, missing));
+    const std::size_t added = Prune(region, missing);
+    MergeByIndex(found.count, added);
+    found = {0, found.count + added, capacity_, lowest, lowest + 1};
   }
 
-  // An exclusive lower bound that at least `missing` of the keys in (lowest, high] exceed, or `lowest`.
-  std::int32_t HistogramThreshold(const std::vector<GradientSegment>& pieces, std::int32_t high,
-                                  std::int32_t lowest, std::size_t missing) {
-    constexpr int kShift = 20;  // 2,048 bins: the exponent and three bits of the mantissa
+  // Bins of the exponent and three bits of the mantissa over the keys up to `high`. If fewer than `rank` entries have one,
+  // the range is that of all of them.
+  Bin CoarseBinOfRank(const std::vector<GradientSegment>& pieces, std::int32_t high, std::size_t rank) {
+    constexpr int kShift = 20;
     auto& bins = workspace_.histogram_;
     std::fill(bins.begin(), bins.end(), 0U);
+    std::uint32_t* const tables[2] = {bins.data(), bins.data() + kHistogramBins};
     for (const GradientSegment& piece : pieces) {
       for (std::size_t i = 0; piece.gradient != nullptr && i < piece.num_entries; ++i) {
-        const std::int32_t key = RawKey(piece.gradient[i]);
-        bins[static_cast<std::size_t>(key) >> kShift] += key <= high ? 1U : 0U;
+        const std::int32_t key = MagnitudeKey(piece.gradient[i]);
+        tables[i & 1][static_cast<std::size_t>(key) >> kShift] += key <= high ? 1U : 0U;
       }
     }
-    std::size_t above = 0;
-    for (std::size_t bin = bins.size(); bin-- > 0;) {
-      above += bins[bin];
-      if (above >= missing) return std::max(lowest, static_cast<std::int32_t>(bin << kShift) - 1);
+    for (std::size_t bin = kHistogramBins; bin-- > 0;) {
+      const std::size_t in_bin = bins[bin] + bins[kHistogramBins + bin];
+      const auto low = static_cast<std::int32_t>(bin << kShift);
+      if (in_bin >= rank) return {low, low + ((1 << kShift) - 1), in_bin, rank};
+      rank -= in_bin;
     }
-    return lowest;
+    return {0, kNanKey, 0, rank};
   }
 
   // Merges the two index-sorted lists [0, first) and [first, first + second) of the buffer.
@@ -266,57 +294,108 @@ class TopKSelector {
         ++i;
       }
     }
-    candidates_ = end;
   }
 
   // Reduces candidates [begin, begin + count) to the best `keep`, in place and in order, and gives the others back to
-  // the memory. Returns how many are left.
-  std::size_t Prune(std::size_t begin, std::size_t count, std::size_t keep) {
-    if (count <= keep) return count;
-    std::uint32_t* const indices = workspace_.indices_.data() + begin;
-    float* const values = workspace_.values_.data() + begin;
-    last_cut_ = KthKey(values, count, keep);
-    std::size_t ties = last_cut_.ties;
+  // the memory. Returns how many are left. A histogram settles all but one bin at a glance; the few candidates of that bin
+  // are looked at exactly, and those of them that lose are taken out afterwards.
+  std::size_t Prune(const Region& region, std::size_t keep) {
+    if (region.count <= keep) return region.count;
+    std::uint32_t* const indices = workspace_.indices_.data() + region.begin;
+    float* const values = workspace_.values_.data() + region.begin;
+    const Bin bin = BinOfRank(values, region.count, keep, region.floor);
+    if (workspace_.boundary_.size() < bin.count) workspace_.boundary_.resize(std::max(bin.count, 2 * workspace_.boundary_.size()));
+    std::uint32_t* const boundary = workspace_.boundary_.data();
+    std::size_t num_boundary = 0;
     std::size_t left = 0;
-    for (std::size_t i = 0; i < count; ++i) {
+    for (std::size_t i = 0; i < region.count; ++i) {
       const std::uint32_t index = indices[i];
       const float value = values[i];
       const std::int32_t key = MagnitudeKey(value);
-      bool kept = key > last_cut_.key;
-      if (key == last_cut_.key && ties > 0) {
-        kept = true;
-        --ties;
-      }
       indices[left] = index;
       values[left] = value;
-      left += kept ? 1 : 0;
-      if (!kept && corrected_ != nullptr) corrected_[index] = value;
+      if (key < bin.low) {
+        if (corrected_ != nullptr) corrected_[index] = value;
+        continue;
+      }
+      if (key <= bin.high) boundary[num_boundary++] = static_cast<std::uint32_t>(left);
+      ++left;
+    }
+    return DropFromBoundary(region, num_boundary, bin.rank, left);
+  }
+
+  // Of the candidates numbered boundary[0, num_boundary), all but the best `keep` go. Returns how many candidates are left.
+  std::size_t DropFromBoundary(const Region& region, std::size_t num_boundary, std::size_t keep, std::size_t count) {
+    std::uint32_t* const indices = workspace_.indices_.data() + region.begin;
+    float* const values = workspace_.values_.data() + region.begin;
+    const std::uint32_t* const boundary = workspace_.boundary_.data();
+    if (workspace_.keys_.size() < num_boundary) workspace_.keys_.resize(std::max(num_boundary, 2 * workspace_.keys_.size()));
+    for (std::size_t i = 0; i < num_boundary; ++i) workspace_.keys_[i] = MagnitudeKey(values[boundary[i]]);
+    last_cut_ = KthKey(num_boundary, keep);
+    std::size_t ties = last_cut_.ties;
+    std::size_t left = num_boundary == 0 ? count : boundary[0];
+    for (std::size_t i = 0; i < num_boundary; ++i) {
+      const std::size_t at = boundary[i];
+      const std::size_t next = i + 1 < num_boundary ? boundary[i + 1] : count;
+      const std::int32_t key = MagnitudeKey(values[at]);
+      const bool tie = key == last_cut_.key && ties > 0;
+      ties -= tie ? 1 : 0;
+      const bool kept = key > last_cut_.key || tie;
+      if (!kept && corrected_ != nullptr) corrected_[indices[at]] = values[at];
+      const std::size_t from = kept ? at : at + 1;
+      if (left != from) {
+        std::memmove(indices + left, indices + from, (next - from) * sizeof(std::uint32_t));
+        std::memmove(values + left, values + from, (next - from) * sizeof(float));
+      }
+      left += next - from;
     }
     return left;
   }
 
-  // Exact rank-th largest key of `values`. REQUIRES: 1 <= rank <= count. Histograms over the range of keys present,
-  // each time only over the bin that holds the answer.
-  Cut KthKey(const float* values, std::size_t count, std::size_t rank) {
-    std::int32_t lo = kKeyMask;
-    std::int32_t hi = 0;
-    for (std::size_t i = 0; i < count; ++i) {
-      const std::int32_t key = MagnitudeKey(values[i]);
-      lo = std::min(lo, key);
-      hi = std::max(hi, key);
+  // Bins over the two octaves from `low` on, where a threshold's candidates lie, and one for all beyond.
+  // REQUIRES: all keys >= low; 1 <= rank <= count.
+  Bin BinOfRank(const float* values, std::size_t count, std::size_t rank, std::int32_t low) {
+    constexpr int kShift = 13;
+    constexpr auto kLast = static_cast<std::int32_t>(kHistogramBins - 1);
+    auto& bins = workspace_.histogram_;
+    std::fill(bins.begin(), bins.end(), 0U);
+    std::uint32_t* const even = bins.data();
+    std::uint32_t* const odd = bins.data() + kHistogramBins;  // two tables, so that equal bins in a row do not wait
+    const auto bin_of = [=](float value) { return std::min((MagnitudeKey(value) - low) >> kShift, kLast); };
+    std::size_t i = 0;
+    for (; i + 2 <= count; i += 2) {
+      ++even[bin_of(values[i])];
+      ++odd[bin_of(values[i + 1])];
     }
-    if (workspace_.keys_.size() < count) workspace_.keys_.resize(std::max(count, workspace_.keys_.size() * 2));
+    if (i < count) ++even[bin_of(values[i])];
+    auto bin = kHistogramBins - 1;
+    std::size_t in_bin = even[bin] + odd[bin];
+    while (in_bin < rank) {
+      rank -= in_bin;
+      --bin;
+      in_bin = even[bin] + odd[bin];
+    }
+    const std::int32_t bin_low = low + static_cast<std::int32_t>(bin << kShift);
+    const std::int32_t bin_high = bin == kHistogramBins - 1 ? kNanKey : bin_low + ((1 << kShift) - 1);
+    return {bin_low, bin_high, in_bin, rank};
+  }
+
+  // Exact rank-th largest of workspace_.keys_[0, count), whose order is lost. REQUIRES: 1 <= rank <= count. Histograms over
+  // the range of keys present, each time only over the bin that holds the answer.
+  Cut KthKey(std::size_t count, std::size_t rank) {
     std::int32_t* const keys = workspace_.keys_.data();
-    bool first = true;
     while (true) {
+      std::int32_t lo = kKeyMask;
+      std::int32_t hi = 0;
+      for (std::size_t i = 0; i < count; ++i) {
+        lo = std::min(lo, keys[i]);
+        hi = std::max(hi, keys[i]);
+      }
       int shift = 0;
       while (((hi - lo) >> shift) >= static_cast<std::int32_t>(kHistogramBins)) ++shift;
       auto& bins = workspace_.histogram_;
       std::fill(bins.begin(), bins.end(), 0U);
-      for (std::size_t i = 0; i < count; ++i) {
-        const std::int32_t key = first ? MagnitudeKey(values[i]) : keys[i];
-        ++bins[static_cast<std::size_t>((key - lo) >> shift)];
-      }
+      for (std::size_t i = 0; i < count; ++i) ++bins[static_cast<std::size_t>((keys[i] - lo) >> shift)];
       auto bin = static_cast<std::size_t>((hi - lo) >> shift);
       while (bins[bin] < rank) rank -= bins[bin--];
       const std::int32_t bin_lo = lo + static_cast<std::int32_t>(bin << shift);
@@ -324,14 +403,11 @@ class TopKSelector {
       const std::int32_t bin_hi = std::min(hi, bin_lo + ((1 << shift) - 1));
       std::size_t inside = 0;
       for (std::size_t i = 0; i < count; ++i) {
-        const std::int32_t key = first ? MagnitudeKey(values[i]) : keys[i];
+        const std::int32_t key = keys[i];
         keys[inside] = key;
         inside += key >= bin_lo && key <= bin_hi ? 1 : 0;
       }
       count = inside;
-      lo = bin_lo;
-      hi = bin_hi;
-      first = false;
     }
   }
 
@@ -343,7 +419,6 @@ class TopKSelector {
   TopKWorkspace& workspace_;
   std::size_t num_entries_ = 0;
   std::size_t capacity_ = 0;
-  std::size_t candidates_ = 0;
   std::size_t kept_ = 0;
   Cut last_cut_;
 };

@@ -2,6 +2,7 @@
 #include "bitopk/config.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <sstream>
 
@@ -51,13 +52,19 @@ void ValidateSpec(const CompressionSpec& spec) {
                    "Config: memory_decay must be in [0, 1]; got ", spec.memory_decay);
 }
 
+// The shortest decimal that reads back as `value`: 0.06, not 0.059999999999999998.
+std::string Decimal(double value) {
+  char text[32];
+  return {text, std::to_chars(text, text + sizeof text, value).ptr};
+}
+
 void DescribeSpec(std::ostream& out, const CompressionSpec& spec) {
-  out << (spec.method == Method::kTopK ? "topk" : "dense") << " density=" << spec.up.density
-      << " k=" << spec.up.k << " density_down=" << spec.down.density << " k_down=" << spec.down.k
+  out << (spec.method == Method::kTopK ? "topk" : "dense") << " density=" << Decimal(spec.up.density)
+      << " k=" << spec.up.k << " density_down=" << Decimal(spec.down.density) << " k_down=" << spec.down.k
       << " scope=" << (spec.scope == Scope::kTensor ? "tensor" : "global")
       << " value_format=" << ValueFormatName(spec.value_format) << " exchange=" << ExchangeName(spec.exchange)
       << " dense_fallback=" << spec.dense_fallback << " worker_memory=" << spec.worker_memory
-      << " server_memory=" << spec.server_memory << " memory_decay=" << spec.memory_decay
+      << " server_memory=" << spec.server_memory << " memory_decay=" << Decimal(spec.memory_decay)
       << " start_step=" << spec.start_step << " dense_below=" << spec.dense_below;
 }
 
@@ -117,7 +124,6 @@ void Config::Validate() const {
 
 std::string Config::Describe() const {
   std::ostringstream out;
-  out.precision(17);
   out << "compression: ";
   DescribeSpec(out, spec);
   for (const Rule& rule : rules) {

@@ -379,7 +379,10 @@ TEST_P(PeersTest, AbortWakesABlockedCallOfTheSameRank) {
 }
 
 TEST_P(CommunicatorTest, AfterAFailureEveryCallFailsWithTheFirstCause) {
-  Run([](Communicator& comm) {
+  std::atomic<int> connected{0};
+  Run([&connected](Communicator& comm) {
+    ++connected;
+    while (connected < comm.size()) std::this_thread::yield();
     comm.Abort("no reason");
     ReceiveBuffer received;
     std::vector<std::uint64_t> counts(3);

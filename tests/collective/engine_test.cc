@@ -331,15 +331,15 @@ TEST_P(EngineTest, SetDensityHoldsFromTheNextStepOnButNotForRules) {
       RunStep(engine, job, 0);
       EXPECT_EQ(engine.stats().entries_up, 6000U);
       EXPECT_EQ(engine.stats().entries_down, 6000U);
-      engine.SetDensity(0.01, 0.02);
+      engine.SetDensity(0.02, 0.01);
       RunStep(engine, job, 1);
-      EXPECT_EQ(engine.stats().entries_up, 6000U + 1100U);
-      EXPECT_EQ(engine.stats().entries_down, 6000U + 1200U);
+      EXPECT_EQ(engine.stats().entries_up, 6000U + 1200U);
+      EXPECT_EQ(engine.stats().entries_down, 6000U + 1100U);
       EXPECT_THROW(engine.SetDensity(0.0, 0.5), InvalidArgumentError);
       EXPECT_THROW(engine.SetDensity(0.5, 1.5), InvalidArgumentError);
       EXPECT_THROW(engine.SetDensity(std::nan(""), 0.5), InvalidArgumentError);
       RunStep(engine, job, 2);
-      EXPECT_EQ(engine.stats().entries_up, 6000U + 2200U);
+      EXPECT_EQ(engine.stats().entries_up, 6000U + 2400U);
     });
   }
 }
@@ -349,11 +349,11 @@ TEST_P(EngineTest, SetDensityHoldsAlsoBeforeTensorsAreRegistered) {
              [](Engine& engine) {
                Job job;
                job.tensors = {{"x", 10000}};
-               engine.SetDensity(0.01, 0.02);
+               engine.SetDensity(0.02, 0.01);
                engine.Register(job.tensors);
                RunStep(engine, job, 0);
-               EXPECT_EQ(engine.stats().entries_up, 100U);
-               EXPECT_EQ(engine.stats().entries_down, 200U);
+               EXPECT_EQ(engine.stats().entries_up, 200U);
+               EXPECT_EQ(engine.stats().entries_down, 100U);
              });
 }
 

@@ -52,6 +52,7 @@ class TopKWorkspace {
   std::vector<float> values_;
   std::vector<float> samples_;
   std::vector<std::int32_t> keys_;
+  std::vector<std::uint32_t> boundary_;
   std::vector<std::uint32_t> histogram_;
 };
 
