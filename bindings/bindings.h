@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the binding files share: one registration function per area, and checked views of NumPy arrays.
+// What the binding files share: one registration function per area, and checked views of NumPy
+// arrays.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -20,7 +21,8 @@ void RegisterConfig(pybind11::module_& module);
 void RegisterEngine(pybind11::module_& module);
 
 /// The array's memory as float32. Nothing is converted or copied.
-/// @throws InvalidArgumentError  unless it is float32, C-contiguous, in native byte order (and writable if asked).
+/// @throws InvalidArgumentError  unless it is float32, C-contiguous, in native byte order (and
+/// writable if asked).
 Span<float> FloatView(const pybind11::array& array, const char* what, bool writable);
 
 /// DType of an array. @throws InvalidArgumentError if the engine has none for it.

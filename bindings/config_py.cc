@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Config and CompressionSpec as Python objects; filled by bitopk/_settings.py from a bitopk.Compression.
+// Config and CompressionSpec as Python objects; filled by bitopk/_settings.py from a
+// bitopk.Compression.
 #include <pybind11/stl.h>
 
 #include "bindings.h"
@@ -13,7 +14,9 @@ namespace py = pybind11;
 void RegisterConfig(py::module_& module) {
   py::enum_<Op>(module, "Op").value("average", Op::kAverage).value("sum", Op::kSum);
   py::enum_<Method>(module, "Method").value("topk", Method::kTopK).value("dense", Method::kDense);
-  py::enum_<Scope>(module, "Scope").value("tensor", Scope::kTensor).value("global_", Scope::kGlobal);
+  py::enum_<Scope>(module, "Scope")
+      .value("tensor", Scope::kTensor)
+      .value("global_", Scope::kGlobal);
   py::enum_<ExchangeKind>(module, "Exchange")
       .value("auto", ExchangeKind::kAuto)
       .value("allgather", ExchangeKind::kAllgather)
@@ -38,7 +41,8 @@ void RegisterConfig(py::module_& module) {
           "density_down", [](const CompressionSpec& s) { return s.down.density; },
           [](CompressionSpec& s, double density) { s.down.density = density; })
       .def_property(
-          "k", [](const CompressionSpec& s) { return s.up.k; }, [](CompressionSpec& s, std::uint64_t k) { s.up.k = k; })
+          "k", [](const CompressionSpec& s) { return s.up.k; },
+          [](CompressionSpec& s, std::uint64_t k) { s.up.k = k; })
       .def_property(
           "k_down", [](const CompressionSpec& s) { return s.down.k; },
           [](CompressionSpec& s, std::uint64_t k) { s.down.k = k; })
@@ -59,7 +63,8 @@ void RegisterConfig(py::module_& module) {
       .def_readwrite("seed", &Config::seed)
       .def_readwrite("bucket_bytes", &Config::bucket_bytes)
       .def_readwrite("check_every", &Config::check_every)
-      .def_property_readonly("isa", [](const Config& c) { return std::string(kernels::IsaName(c.isa)); })
+      .def_property_readonly("isa",
+                             [](const Config& c) { return std::string(kernels::IsaName(c.isa)); })
       .def("add_rule", [](Config& config, const std::string& pattern, const CompressionSpec& spec) {
         config.rules.push_back({pattern, spec});
       });

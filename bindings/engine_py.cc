@@ -16,7 +16,8 @@ namespace py = pybind11;
 namespace {
 
 std::chrono::milliseconds Milliseconds(double seconds) {
-  BITOPK_CHECK_ARG(seconds > 0.0 && seconds < 1e9, "timeout: must be a positive number of seconds; got ", seconds);
+  BITOPK_CHECK_ARG(seconds > 0.0 && seconds < 1e9,
+                   "timeout: must be a positive number of seconds; got ", seconds);
   return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000.0));
 }
 
@@ -37,7 +38,8 @@ GlooOptions Options(const std::string& interface, const std::string& hostname, d
   return options;
 }
 
-std::unique_ptr<Engine> ConnectBootstrap(GlooBootstrap& bootstrap, const std::vector<py::bytes>& addresses,
+std::unique_ptr<Engine> ConnectBootstrap(GlooBootstrap& bootstrap,
+                                         const std::vector<py::bytes>& addresses,
                                          const Config& config) {
   std::vector<std::vector<std::uint8_t>> all;
   for (const py::bytes& address : addresses) all.push_back(FromBytes(address));
@@ -45,7 +47,8 @@ std::unique_ptr<Engine> ConnectBootstrap(GlooBootstrap& bootstrap, const std::ve
   return std::make_unique<Engine>(bootstrap.Connect(all), config);
 }
 
-std::vector<std::unique_ptr<Engine>> InProcessEngines(int world_size, const Config& config, double timeout) {
+std::vector<std::unique_ptr<Engine>> InProcessEngines(int world_size, const Config& config,
+                                                      double timeout) {
   const py::gil_scoped_release release;
   InProcessGroup group(world_size, Milliseconds(timeout));
   std::vector<std::unique_ptr<Engine>> engines;
@@ -58,21 +61,25 @@ std::vector<std::unique_ptr<Engine>> InProcessEngines(int world_size, const Conf
 void Register(Engine& engine, const std::vector<std::pair<std::string, py::array>>& tensors) {
   std::vector<TensorSpec> specs;
   for (const auto& [name, array] : tensors) {
-    specs.push_back({name, static_cast<std::size_t>(array.size()), DTypeOf(array, "tensor \"" + name + "\"")});
+    specs.push_back(
+        {name, static_cast<std::size_t>(array.size()), DTypeOf(array, "tensor \"" + name + "\"")});
   }
   engine.Register(std::move(specs));
 }
 
 // The caller keeps both arrays alive until the step is done.
-void Submit(Engine& engine, std::size_t tensor, const py::array& gradient, const std::optional<py::array>& result) {
-  BITOPK_CHECK_ARG(tensor < engine.tensors().size(), "submit: tensor ", tensor, " of ", engine.tensors().size());
+void Submit(Engine& engine, std::size_t tensor, const py::array& gradient,
+            const std::optional<py::array>& result) {
+  BITOPK_CHECK_ARG(tensor < engine.tensors().size(), "submit: tensor ", tensor, " of ",
+                   engine.tensors().size());
   const TensorSpec& spec = engine.tensors()[tensor];
   const auto check = [&](const py::array& array, const char* what) {
     const std::string where = std::string(what) + " of \"" + spec.name + "\"";
     const DType dtype = DTypeOf(array, where);
-    BITOPK_CHECK_ARG(dtype == spec.dtype, where, ": registered as ", DTypeName(spec.dtype), "; got ", DTypeName(dtype));
-    BITOPK_CHECK_ARG(static_cast<std::size_t>(array.size()) == spec.num_entries, where, ": registered with ",
-                     spec.num_entries, " entries; got ", array.size());
+    BITOPK_CHECK_ARG(dtype == spec.dtype, where, ": registered as ", DTypeName(spec.dtype),
+                     "; got ", DTypeName(dtype));
+    BITOPK_CHECK_ARG(static_cast<std::size_t>(array.size()) == spec.num_entries, where,
+                     ": registered with ", spec.num_entries, " entries; got ", array.size());
     BITOPK_CHECK_ARG((array.flags() & py::array::c_style) != 0, where, ": must be C-contiguous");
   };
   check(gradient, "gradient");
@@ -93,7 +100,8 @@ py::object ArrayOrNone(const std::vector<float>& values) {
 
 std::vector<float> VectorOf(const py::object& array) {
   if (array.is_none()) return {};
-  const Span<float> view = FloatView(py::cast<py::array>(array), "state: memory", /*writable=*/false);
+  const Span<float> view =
+      FloatView(py::cast<py::array>(array), "state: memory", /*writable=*/false);
   return {view.begin(), view.end()};
 }
 
@@ -201,7 +209,8 @@ void RegisterEngine(py::module_& module) {
       .def_property_readonly("size", &Engine::size)
       .def("register", &Register)
       .def("begin_step", &Engine::BeginStep, Release())
-      .def("submit", &Submit, py::arg("tensor"), py::arg("gradient").noconvert(), py::arg("result").noconvert())
+      .def("submit", &Submit, py::arg("tensor"), py::arg("gradient").noconvert(),
+           py::arg("result").noconvert())
       .def("end_step", &Engine::EndStep)
       .def("is_completed", py::overload_cast<>(&Engine::IsCompleted, py::const_))
       .def("is_tensor_completed", py::overload_cast<std::size_t>(&Engine::IsCompleted, py::const_))
@@ -235,25 +244,30 @@ void RegisterEngine(py::module_& module) {
       .def("all_gather", &AllGather);
 
   py::class_<GlooBootstrap>(module, "GlooBootstrap")
-      .def(py::init([](int rank, int size, const std::string& interface, const std::string& hostname, double timeout) {
-             return std::make_unique<GlooBootstrap>(rank, size, Options(interface, hostname, timeout));
+      .def(py::init([](int rank, int size, const std::string& interface,
+                       const std::string& hostname, double timeout) {
+             return std::make_unique<GlooBootstrap>(rank, size,
+                                                    Options(interface, hostname, timeout));
            }),
-           py::arg("rank"), py::arg("size"), py::arg("interface"), py::arg("hostname"), py::arg("timeout"))
+           py::arg("rank"), py::arg("size"), py::arg("interface"), py::arg("hostname"),
+           py::arg("timeout"))
       .def_property_readonly("address", [](const GlooBootstrap& b) { return ToBytes(b.address()); })
       .def_property_readonly("interface_description", &GlooBootstrap::interface_description)
       .def("connect", &ConnectBootstrap, py::arg("addresses"), py::arg("config"));
 
-  module.def("in_process_engines", &InProcessEngines, py::arg("world_size"), py::arg("config"), py::arg("timeout"));
+  module.def("in_process_engines", &InProcessEngines, py::arg("world_size"), py::arg("config"),
+             py::arg("timeout"));
   module.def(
       "connect_file_store",
-      [](const std::string& directory, int rank, int size, const std::string& interface, const std::string& hostname,
-         double timeout, const Config& config) {
+      [](const std::string& directory, int rank, int size, const std::string& interface,
+         const std::string& hostname, double timeout, const Config& config) {
         const py::gil_scoped_release release;
         return std::make_unique<Engine>(
-            ConnectThroughFileStore(directory, rank, size, Options(interface, hostname, timeout)), config);
+            ConnectThroughFileStore(directory, rank, size, Options(interface, hostname, timeout)),
+            config);
       },
-      py::arg("directory"), py::arg("rank"), py::arg("size"), py::arg("interface"), py::arg("hostname"),
-      py::arg("timeout"), py::arg("config"));
+      py::arg("directory"), py::arg("rank"), py::arg("size"), py::arg("interface"),
+      py::arg("hostname"), py::arg("timeout"), py::arg("config"));
 }
 
 }  // namespace bitopk::python

@@ -30,18 +30,21 @@ PyObject* NewException(py::module_& module, const char* name, py::handle bases, 
 }  // namespace
 
 void RegisterErrors(py::module_& module) {
-  exceptions.base = NewException(module, "Error", PyExc_RuntimeError, "Base of all errors raised by bitopk.");
+  exceptions.base =
+      NewException(module, "Error", PyExc_RuntimeError, "Base of all errors raised by bitopk.");
   const py::handle base(exceptions.base);
-  exceptions.invalid_argument =
-      NewException(module, "InvalidArgumentError", py::make_tuple(base, py::handle(PyExc_ValueError)),
-                   "The caller passed something that cannot be served; nothing was changed.");
-  exceptions.wire_format = NewException(module, "WireFormatError", base, "A peer sent bytes that break the wire format.");
+  exceptions.invalid_argument = NewException(
+      module, "InvalidArgumentError", py::make_tuple(base, py::handle(PyExc_ValueError)),
+      "The caller passed something that cannot be served; nothing was changed.");
+  exceptions.wire_format = NewException(module, "WireFormatError", base,
+                                        "A peer sent bytes that break the wire format.");
   exceptions.communication =
       NewException(module, "CommunicationError", base,
                    "A peer died, did not answer in time, or disagrees about what comes next.");
   exceptions.non_finite = NewException(module, "NonFiniteGradientError", base,
                                        "A gradient held NaN or Inf and the policy is \"raise\".");
-  exceptions.divergence = NewException(module, "ReplicaDivergence", base, "Ranks hold different results.");
+  exceptions.divergence =
+      NewException(module, "ReplicaDivergence", base, "Ranks hold different results.");
 
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {
@@ -67,7 +70,8 @@ Span<float> FloatView(const py::array& array, const char* what, bool writable) {
                    std::string(py::str(array.dtype())));
   BITOPK_CHECK_ARG((array.flags() & py::array::c_style) != 0, what, ": must be C-contiguous");
   BITOPK_CHECK_ARG(!writable || array.writeable(), what, ": must be writable");
-  return {static_cast<float*>(const_cast<void*>(array.data())), static_cast<std::size_t>(array.size())};
+  return {static_cast<float*>(const_cast<void*>(array.data())),
+          static_cast<std::size_t>(array.size())};
 }
 
 DType DTypeOf(const py::array& array, const std::string& what) {
@@ -75,8 +79,9 @@ DType DTypeOf(const py::array& array, const std::string& what) {
   if (py::isinstance<py::array_t<double>>(array)) return DType::kFloat64;
   if (py::isinstance<py::array_t<std::int32_t>>(array)) return DType::kInt32;
   if (py::isinstance<py::array_t<std::int64_t>>(array)) return DType::kInt64;
-  throw InvalidArgumentError(what + ": must be float32, float64, int32 or int64 in native byte order; got " +
-                             std::string(py::str(array.dtype())));
+  throw InvalidArgumentError(
+      what + ": must be float32, float64, int32 or int64 in native byte order; got " +
+      std::string(py::str(array.dtype())));
 }
 
 }  // namespace bitopk::python

@@ -25,15 +25,18 @@ void RegisterTopK(py::module_& module) {
         py::array_t<std::uint32_t> indices(static_cast<py::ssize_t>(selected.indices.size()));
         py::array_t<float> values(static_cast<py::ssize_t>(selected.values.size()));
         if (!selected.indices.empty()) {
-          std::memcpy(indices.mutable_data(), selected.indices.data(), selected.indices.size() * sizeof(std::uint32_t));
-          std::memcpy(values.mutable_data(), selected.values.data(), selected.values.size() * sizeof(float));
+          std::memcpy(indices.mutable_data(), selected.indices.data(),
+                      selected.indices.size() * sizeof(std::uint32_t));
+          std::memcpy(values.mutable_data(), selected.values.data(),
+                      selected.values.size() * sizeof(float));
         }
         return py::make_tuple(indices, values);
       },
       py::arg("x").noconvert(), py::arg("k"));
   // The target that the kernels in use were compiled for, as proof of what BITOPK_ISA did.
-  module.def("compiled_for",
-             [] { return std::string(kernels::TopKWorkspace(WithEnvironment(Config()).isa).compiled_for()); });
+  module.def("compiled_for", [] {
+    return std::string(kernels::TopKWorkspace(WithEnvironment(Config()).isa).compiled_for());
+  });
   module.def("supported_isas", [] {
     py::list names;
     for (const kernels::Isa isa : kernels::SupportedIsas()) names.append(kernels::IsaName(isa));

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled module: the engine's C++ classes, one to one. Private; use the package's own names."""
+"""The compiled module: the engine's C++ classes, one to one. Private."""
 
 import enum
 from typing import Any

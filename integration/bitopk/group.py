@@ -59,7 +59,7 @@ class Work:
 
 
 class Group:
-    """This process as one rank; made by `init`. Use it as a context manager. Not thread-safe."""
+    """One rank of a job, made by `init`; a context manager. Not thread-safe."""
 
     def __init__(self, rank: RankEngine) -> None:
         self._rank_engine: RankEngine | None = rank
@@ -85,9 +85,9 @@ class Group:
         Parameters
         ----------
         grads : dict of str to numpy.ndarray or CPU torch.Tensor
-            float32 of any shape; float64, int32 and int64 travel dense. Contiguous; used in place and
-            not modified. The first step fixes names, shapes and types, which must be equal on all
-            ranks; a name left out later counts as zeros.
+            float32 of any shape; float64, int32 and int64 travel dense. Contiguous; used in place
+            and not modified. The first step fixes names, shapes and types, which must be equal on
+            all ranks; a name left out later counts as zeros.
         op : {"average", "sum"}
             Fixed by the first step. Averages of integers are cut towards zero.
         scale : float
@@ -99,7 +99,7 @@ class Group:
         Returns
         -------
         dict
-            The results by name, in the kind and shape of the gradients; the same bytes on every rank.
+            The results by name, in the kind and shape of the gradients; equal on every rank.
 
         Raises
         ------
@@ -107,7 +107,7 @@ class Group:
             Before anything is sent, if an argument is not as described; at the first step also if
             ranks disagree, naming two of them.
         CommunicationError
-            If a peer died or did not answer in time, naming it; the memories are as before the step.
+            If a peer died or did not answer in time, naming it; memories are as before the step.
         NonFiniteGradientError
             With ``nonfinite="raise"``, if a gradient of any rank holds NaN or Inf.
         """
@@ -181,7 +181,7 @@ class Group:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state of the same rank, world size, tensors and settings.
 
-        The group must have made a step, which fixes its tensors; that step is dropped or overwritten.
+        The group must have made a step, which fixes its tensors; what it left is overwritten.
 
         Raises
         ------

@@ -167,7 +167,7 @@ class LocalGroup:
             rank.engine.commit()
 
     def rollback(self) -> None:
-        """Drop the last step, unless it is final: memories and scale are as if it had never been."""
+        """Drop the last step, unless it is final: it is then as if it had never been."""
         for rank in self._ranks:
             rank.engine.rollback()
 

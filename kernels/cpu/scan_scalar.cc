@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The scan in plain C++: the reference that every vector variant must equal bit for bit.
-#include "scan.h"
-
 #include <cstring>
+
+#include "scan.h"
 
 namespace bitopk::kernels {
 namespace {

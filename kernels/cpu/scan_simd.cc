@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The scan by Highway, compiled once per instruction set. The choice among the variants is the caller's
-// (ScanVariantFor), not Highway's global dispatch, so that two engines of one process may use different ones.
+// The scan by Highway, compiled once per instruction set. The choice among the variants is the
+// caller's (ScanVariantFor), not Highway's global dispatch, so that two engines of one process may
+// use different ones.
 //
-// Blocks of 64 entries. AVX-512 appends by register compression; elsewhere a bit loop over the block's mask appends:
-// Compress of Highway 1.0.3 with g++ is 20 times slower on AVX2, because it copies its table at every call.
+// Blocks of 64 entries. AVX-512 appends by register compression; elsewhere a bit loop over the
+// block's mask appends: Compress of Highway 1.0.3 with g++ is 20 times slower on AVX2, because it
+// copies its table at every call.
 #include "scan.h"
 
 // Only instruction sets that pay: SSE and the baseline are served by the scalar variant.
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/scan_simd.cc"  // relative to kernels/, a private include folder
-#include <hwy/foreach_target.h>  // IWYU pragma: keep; must come before highway.h
 #include <hwy/cache_control.h>
+#include <hwy/foreach_target.h>  // IWYU pragma: keep; must come before highway.h
 #include <hwy/highway.h>
 
 HWY_BEFORE_NAMESPACE();
@@ -21,7 +23,8 @@ namespace hn = hwy::HWY_NAMESPACE;
 
 constexpr std::size_t kBlock = 64;
 
-// Variants of the loop; each combination is a function of its own, so that no operand is tested inside it.
+// Variants of the loop; each combination is a function of its own, so that no operand is tested
+// inside it.
 enum Operands { kMemoryAndGradient, kMemoryOnly, kGradientOnly };
 enum Output { kNoOutput, kCached, kStreamed };
 
@@ -44,7 +47,8 @@ void ScanTail(const ScanTask& task, std::size_t end, ScanResult& result) {
     key &= kKeyMask;
     const bool candidate = key > task.low && key <= high;
     if (candidate) {
-      task.indices[result.appended] = task.first_index + static_cast<std::uint32_t>(result.consumed);
+      task.indices[result.appended] =
+          task.first_index + static_cast<std::uint32_t>(result.consumed);
       task.values[result.appended] = a;
       ++result.appended;
     }
@@ -53,7 +57,8 @@ void ScanTail(const ScanTask& task, std::size_t end, ScanResult& result) {
 }
 
 template <Operands kOperands, class D>
-HWY_INLINE hn::VFromD<D> CorrectedVector(D d, const ScanTask& task, hn::VFromD<D> factor, std::size_t i) {
+HWY_INLINE hn::VFromD<D> CorrectedVector(D d, const ScanTask& task, hn::VFromD<D> factor,
+                                         std::size_t i) {
   if constexpr (kOperands == kGradientOnly) return hn::LoadU(d, task.gradient + i);
   const auto scaled = hn::Mul(hn::LoadU(d, task.memory + i), factor);
   if constexpr (kOperands == kMemoryOnly) return hn::Add(scaled, hn::Zero(d));
@@ -129,9 +134,10 @@ HWY_NOINLINE ScanResult ScanLoop(const ScanTask& task) {
 template <Operands kOperands, Output kOutput>
 ScanResult ScanFor(const ScanTask& task) {
 #if HWY_TARGET == HWY_AVX3
-  // Stores that go around the caches suffer from the many overlapping stores of the compressed vectors: 1.6 instead of
-  // 1.26 of `r += g` at a density of 0.01 in DRAM.
-  if (!task.expect_few && kOutput != kStreamed) return ScanLoop<kOperands, kOutput, true, false>(task);
+  // Stores that go around the caches suffer from the many overlapping stores of the compressed
+  // vectors: 1.6 instead of 1.26 of `r += g` at a density of 0.01 in DRAM.
+  if (!task.expect_few && kOutput != kStreamed)
+    return ScanLoop<kOperands, kOutput, true, false>(task);
 #endif
   return ScanLoop<kOperands, kOutput, false, true>(task);
 }

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// "Stream and prune": a threshold estimated from a sample decides what becomes a candidate in the one pass over memory;
-// if the candidate buffer fills, it is pruned to the best k and the threshold rises; if too few were found (rare), a
-// second pass takes the rest from a histogram. Every path ends in an exact selection among candidates, so the
-// estimate changes the time and never the result.
+// "Stream and prune": a threshold estimated from a sample decides what becomes a candidate in the
+// one pass over memory; if the candidate buffer fills, it is pruned to the best k and the threshold
+// rises; if too few were found (rare), a second pass takes the rest from a histogram. Every path
+// ends in an exact selection among candidates, so the estimate changes the time and never the
+// result.
 #include "bitopk/kernels/topk.h"
 
 #include <algorithm>
@@ -16,14 +17,15 @@
 namespace bitopk::kernels {
 namespace {
 
-constexpr std::size_t kSampleRun = 64;              // contiguous entries a sample run takes
-constexpr std::size_t kMaxSamples = 131072;         // 2,048 runs: 0 misses of 123 on layered data, 0.03 of a pass
-constexpr std::size_t kSampleFrom = 8192;           // smaller vectors are all candidates
-constexpr std::size_t kStreamFromEntries = 1 << 20; // 4 MiB: beyond, write around the caches
-constexpr double kFewBelowDensity = 0.004;          // blocks of 64 mostly without a candidate
+constexpr std::size_t kSampleRun = 64;  // contiguous entries a sample run takes
+constexpr std::size_t kMaxSamples =
+    131072;  // 2,048 runs: 0 misses of 123 on layered data, 0.03 of a pass
+constexpr std::size_t kSampleFrom = 8192;            // smaller vectors are all candidates
+constexpr std::size_t kStreamFromEntries = 1 << 20;  // 4 MiB: beyond, write around the caches
+constexpr double kFewBelowDensity = 0.004;           // blocks of 64 mostly without a candidate
 constexpr std::size_t kHistogramBins = 2048;
-constexpr std::int32_t kEverything = -1;            // as exclusive lower bound: zeros included
-constexpr std::int32_t kNonzero = 0;                // as exclusive lower bound: zeros excluded
+constexpr std::int32_t kEverything = -1;  // as exclusive lower bound: zeros included
+constexpr std::int32_t kNonzero = 0;      // as exclusive lower bound: zeros excluded
 
 std::int32_t RawKey(float value) {
   std::int32_t bits;
@@ -56,8 +58,8 @@ const char* TopKWorkspace::compiled_for() const { return ScanVariantFor(isa_).co
 // One selection. The vector is given as pieces, with or without a memory; see CompressTopK.
 class TopKSelector {
  public:
-  TopKSelector(Span<const GradientSegment> pieces, const float* memory, float factor, float* corrected,
-               TopKWorkspace& workspace)
+  TopKSelector(Span<const GradientSegment> pieces, const float* memory, float factor,
+               float* corrected, TopKWorkspace& workspace)
       : pieces_(pieces),
         memory_(memory),
         factor_(factor),
@@ -86,9 +88,9 @@ class TopKSelector {
   // A range of keys that holds the rank-th largest key.
   struct Bin {
     std::int32_t low = 0;
-    std::int32_t high = 0;   // inclusive
-    std::size_t count = 0;   // keys in the range
-    std::size_t rank = 0;    // of the key sought among them
+    std::int32_t high = 0;  // inclusive
+    std::size_t count = 0;  // keys in the range
+    std::size_t rank = 0;   // of the key sought among them
   };
 
   // Candidates [begin, begin + count) of the buffer, of which there may be `capacity`.
@@ -123,7 +125,8 @@ class TopKSelector {
     return std::max(lowest, KthSample(sampled, rank) - 1);
   }
 
-  // The rank-th largest key of the sample: coarse bins first, so that only a few keys are looked at exactly.
+  // The rank-th largest key of the sample: coarse bins first, so that only a few keys are looked at
+  // exactly.
   std::int32_t KthSample(std::size_t count, std::size_t rank) {
     const float* const samples = workspace_.samples_.data();
     if (workspace_.keys_.size() < count) workspace_.keys_.resize(count);
@@ -146,8 +149,10 @@ class TopKSelector {
     std::size_t piece_start = 0;
     for (std::size_t run = 0; run < runs; ++run) {
       const std::size_t start = num_entries_ / runs * run;
-      while (start >= piece_start + pieces_[piece].num_entries) piece_start += pieces_[piece++].num_entries;
-      const std::size_t length = std::min(kSampleRun, piece_start + pieces_[piece].num_entries - start);
+      while (start >= piece_start + pieces_[piece].num_entries)
+        piece_start += pieces_[piece++].num_entries;
+      const std::size_t length =
+          std::min(kSampleRun, piece_start + pieces_[piece].num_entries - start);
       out = CorrectRun(piece, start - piece_start, start, length, out);
     }
     return static_cast<std::size_t>(out - workspace_.samples_.data());
@@ -163,7 +168,8 @@ class TopKSelector {
     return out + length;
   }
 
-  // The pass: appends every entry with threshold < key <= high, pruning to the best k whenever the buffer is full.
+  // The pass: appends every entry with threshold < key <= high, pruning to the best k whenever the
+  // buffer is full.
   Region Collect(std::int32_t threshold, std::int32_t high, std::size_t k) {
     Region region{0, 0, capacity_, threshold, std::min(threshold, kNanKey) + 1};
     std::size_t first = 0;
@@ -175,7 +181,8 @@ class TopKSelector {
         task.gradient = piece.gradient;
         task.corrected = corrected_ != nullptr ? corrected_ + first : nullptr;
         task.high = high;
-        task.expect_few = static_cast<double>(k) < kFewBelowDensity * static_cast<double>(num_entries_);
+        task.expect_few =
+            static_cast<double>(k) < kFewBelowDensity * static_cast<double>(num_entries_);
         task.stream = corrected_ != nullptr && num_entries_ >= kStreamFromEntries;
         ScanPiece(task, piece.num_entries, k, region);
       } else if (threshold < 0) {
@@ -210,7 +217,8 @@ class TopKSelector {
     }
   }
 
-  // The buffer is full: keep its best, and from now on only what beats the last of them, since later equals lose.
+  // The buffer is full: keep its best, and from now on only what beats the last of them, since
+  // later equals lose.
   void RaiseThreshold(std::size_t keep, Region& region) {
     region.count = Prune(region, keep);
     region.threshold = last_cut_.key == kNanKey ? kKeyMask : last_cut_.key;
@@ -227,7 +235,8 @@ class TopKSelector {
     }
   }
 
-  // The estimate was too high: fewer than k entries, `found`, exceed it. Takes the largest of the others from a second pass.
+  // The estimate was too high: fewer than k entries, `found`, exceed it. Takes the largest of the
+  // others from a second pass.
   void AddRest(std::int32_t threshold, std::int32_t lowest, std::size_t k, Region& found) {
     const std::size_t missing = k - found.count;
     std::vector<GradientSegment> rest(pieces_.begin(), pieces_.end());
@@ -239,7 +248,8 @@ class TopKSelector {
       ScanTask task = TaskFor(first);
       task.gradient = piece.gradient;
       task.corrected = corrected_;
-      task.high = threshold;  // what the first pass took stays in x, but not in `corrected`, where it is 0
+      task.high =
+          threshold;  // what the first pass took stays in x, but not in `corrected`, where it is 0
       if (piece.gradient != nullptr) {
         ScanPiece(task, piece.num_entries, missing, region);
       } else if (low < 0) {
@@ -252,9 +262,10 @@ class TopKSelector {
     found = {0, found.count + added, capacity_, lowest, lowest + 1};
   }
 
-  // Bins of the exponent and three bits of the mantissa over the keys up to `high`. If fewer than `rank` entries have one,
-  // the range is that of all of them.
-  Bin CoarseBinOfRank(const std::vector<GradientSegment>& pieces, std::int32_t high, std::size_t rank) {
+  // Bins of the exponent and three bits of the mantissa over the keys up to `high`. If fewer than
+  // `rank` entries have one, the range is that of all of them.
+  Bin CoarseBinOfRank(const std::vector<GradientSegment>& pieces, std::int32_t high,
+                      std::size_t rank) {
     constexpr int kShift = 20;
     auto& bins = workspace_.histogram_;
     std::fill(bins.begin(), bins.end(), 0U);
@@ -276,10 +287,12 @@ class TopKSelector {
 
   // Merges the two index-sorted lists [0, first) and [first, first + second) of the buffer.
   void MergeByIndex(std::size_t first, std::size_t second) {
-    const std::vector<std::uint32_t> a(workspace_.indices_.begin(),
-                                       workspace_.indices_.begin() + static_cast<std::ptrdiff_t>(first));
-    const std::vector<float> a_values(workspace_.values_.begin(),
-                                      workspace_.values_.begin() + static_cast<std::ptrdiff_t>(first));
+    const std::vector<std::uint32_t> a(
+        workspace_.indices_.begin(),
+        workspace_.indices_.begin() + static_cast<std::ptrdiff_t>(first));
+    const std::vector<float> a_values(
+        workspace_.values_.begin(),
+        workspace_.values_.begin() + static_cast<std::ptrdiff_t>(first));
     std::size_t i = 0;
     std::size_t j = first;
     const std::size_t end = first + second;
@@ -296,15 +309,17 @@ class TopKSelector {
     }
   }
 
-  // Reduces candidates [begin, begin + count) to the best `keep`, in place and in order, and gives the others back to
-  // the memory. Returns how many are left. A histogram settles all but one bin at a glance; the few candidates of that bin
-  // are looked at exactly, and those of them that lose are taken out afterwards.
+  // Reduces candidates [begin, begin + count) to the best `keep`, in place and in order, and gives
+  // the others back to the memory. Returns how many are left. A histogram settles all but one bin
+  // at a glance; the few candidates of that bin are looked at exactly, and those of them that lose
+  // are taken out afterwards.
   std::size_t Prune(const Region& region, std::size_t keep) {
     if (region.count <= keep) return region.count;
     std::uint32_t* const indices = workspace_.indices_.data() + region.begin;
     float* const values = workspace_.values_.data() + region.begin;
     const Bin bin = BinOfRank(values, region.count, keep, region.floor);
-    if (workspace_.boundary_.size() < bin.count) workspace_.boundary_.resize(std::max(bin.count, 2 * workspace_.boundary_.size()));
+    if (workspace_.boundary_.size() < bin.count)
+      workspace_.boundary_.resize(std::max(bin.count, 2 * workspace_.boundary_.size()));
     std::uint32_t* const boundary = workspace_.boundary_.data();
     std::size_t num_boundary = 0;
     std::size_t left = 0;
@@ -324,13 +339,17 @@ class TopKSelector {
     return DropFromBoundary(region, num_boundary, bin.rank, left);
   }
 
-  // Of the candidates numbered boundary[0, num_boundary), all but the best `keep` go. Returns how many candidates are left.
-  std::size_t DropFromBoundary(const Region& region, std::size_t num_boundary, std::size_t keep, std::size_t count) {
+  // Of the candidates numbered boundary[0, num_boundary), all but the best `keep` go. Returns how
+  // many candidates are left.
+  std::size_t DropFromBoundary(const Region& region, std::size_t num_boundary, std::size_t keep,
+                               std::size_t count) {
     std::uint32_t* const indices = workspace_.indices_.data() + region.begin;
     float* const values = workspace_.values_.data() + region.begin;
     const std::uint32_t* const boundary = workspace_.boundary_.data();
-    if (workspace_.keys_.size() < num_boundary) workspace_.keys_.resize(std::max(num_boundary, 2 * workspace_.keys_.size()));
-    for (std::size_t i = 0; i < num_boundary; ++i) workspace_.keys_[i] = MagnitudeKey(values[boundary[i]]);
+    if (workspace_.keys_.size() < num_boundary)
+      workspace_.keys_.resize(std::max(num_boundary, 2 * workspace_.keys_.size()));
+    for (std::size_t i = 0; i < num_boundary; ++i)
+      workspace_.keys_[i] = MagnitudeKey(values[boundary[i]]);
     last_cut_ = KthKey(num_boundary, keep);
     std::size_t ties = last_cut_.ties;
     std::size_t left = num_boundary == 0 ? count : boundary[0];
@@ -352,16 +371,19 @@ class TopKSelector {
     return left;
   }
 
-  // Bins over the two octaves from `low` on, where a threshold's candidates lie, and one for all beyond.
-  // REQUIRES: all keys >= low; 1 <= rank <= count.
+  // Bins over the two octaves from `low` on, where a threshold's candidates lie, and one for all
+  // beyond. REQUIRES: all keys >= low; 1 <= rank <= count.
   Bin BinOfRank(const float* values, std::size_t count, std::size_t rank, std::int32_t low) {
     constexpr int kShift = 13;
     constexpr auto kLast = static_cast<std::int32_t>(kHistogramBins - 1);
     auto& bins = workspace_.histogram_;
     std::fill(bins.begin(), bins.end(), 0U);
     std::uint32_t* const even = bins.data();
-    std::uint32_t* const odd = bins.data() + kHistogramBins;  // two tables, so that equal bins in a row do not wait
-    const auto bin_of = [=](float value) { return std::min((MagnitudeKey(value) - low) >> kShift, kLast); };
+    std::uint32_t* const odd =
+        bins.data() + kHistogramBins;  // two tables, so that equal bins in a row do not wait
+    const auto bin_of = [=](float value) {
+      return std::min((MagnitudeKey(value) - low) >> kShift, kLast);
+    };
     std::size_t i = 0;
     for (; i + 2 <= count; i += 2) {
       ++even[bin_of(values[i])];
@@ -376,12 +398,14 @@ class TopKSelector {
       in_bin = even[bin] + odd[bin];
     }
     const std::int32_t bin_low = low + static_cast<std::int32_t>(bin << kShift);
-    const std::int32_t bin_high = bin == kHistogramBins - 1 ? kNanKey : bin_low + ((1 << kShift) - 1);
+    const std::int32_t bin_high =
+        bin == kHistogramBins - 1 ? kNanKey : bin_low + ((1 << kShift) - 1);
     return {bin_low, bin_high, in_bin, rank};
   }
 
-  // Exact rank-th largest of workspace_.keys_[0, count), whose order is lost. REQUIRES: 1 <= rank <= count. Histograms over
-  // the range of keys present, each time only over the bin that holds the answer.
+  // Exact rank-th largest of workspace_.keys_[0, count), whose order is lost. REQUIRES: 1 <= rank
+  // <= count. Histograms over the range of keys present, each time only over the bin that holds the
+  // answer.
   Cut KthKey(std::size_t count, std::size_t rank) {
     std::int32_t* const keys = workspace_.keys_.data();
     while (true) {
@@ -395,7 +419,8 @@ class TopKSelector {
       while (((hi - lo) >> shift) >= static_cast<std::int32_t>(kHistogramBins)) ++shift;
       auto& bins = workspace_.histogram_;
       std::fill(bins.begin(), bins.end(), 0U);
-      for (std::size_t i = 0; i < count; ++i) ++bins[static_cast<std::size_t>((keys[i] - lo) >> shift)];
+      for (std::size_t i = 0; i < count; ++i)
+        ++bins[static_cast<std::size_t>((keys[i] - lo) >> shift)];
       auto bin = static_cast<std::size_t>((hi - lo) >> shift);
       while (bins[bin] < rank) rank -= bins[bin--];
       const std::int32_t bin_lo = lo + static_cast<std::int32_t>(bin << shift);
@@ -433,12 +458,14 @@ SelectedEntries SelectNonzeroTopK(Span<const float> x, std::size_t k, TopKWorksp
   return SelectNonzeroTopK(Span<const GradientSegment>(&piece, 1), k, workspace);
 }
 
-SelectedEntries SelectNonzeroTopK(Span<const GradientSegment> x, std::size_t k, TopKWorkspace& workspace) {
+SelectedEntries SelectNonzeroTopK(Span<const GradientSegment> x, std::size_t k,
+                                  TopKWorkspace& workspace) {
   return TopKSelector(x, nullptr, 1.0F, nullptr, workspace).Select(k, kNonzero);
 }
 
-SelectedEntries CompressTopK(Span<const GradientSegment> gradient, const float* memory, float memory_factor,
-                             std::size_t k, float* new_memory, TopKWorkspace& workspace) {
+SelectedEntries CompressTopK(Span<const GradientSegment> gradient, const float* memory,
+                             float memory_factor, std::size_t k, float* new_memory,
+                             TopKWorkspace& workspace) {
   return TopKSelector(gradient, memory, memory_factor, new_memory, workspace).Select(k, kNonzero);
 }
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A full step of the engine beside Gloo's dense allreduce of the same tensor: a thread per rank, real Gloo over TCP on
-// loopback. Each repetition times both, one after the other, as rank 0 sees them; counters give medians of the pairs.
-// Loopback is the worst case for compression: its bandwidth costs nothing but copies.
+// A full step of the engine beside Gloo's dense allreduce of the same tensor: a thread per rank,
+// real Gloo over TCP on loopback. Each repetition times both, one after the other, as rank 0 sees
+// them; counters give medians of the pairs. Loopback is the worst case for compression: its
+// bandwidth costs nothing but copies.
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
@@ -38,8 +39,13 @@ Config ConfigFor(ExchangeKind exchange, double density) {
 // One rank with an engine and a second connection for the baseline.
 class Rank {
  public:
-  Rank(std::unique_ptr<Communicator> baseline, std::unique_ptr<Communicator> engine, const Config& config, std::size_t n)
-      : baseline_(std::move(baseline)), engine_(std::move(engine), config), gradient_(n), result_(n), dense_(n) {
+  Rank(std::unique_ptr<Communicator> baseline, std::unique_ptr<Communicator> engine,
+       const Config& config, std::size_t n)
+      : baseline_(std::move(baseline)),
+        engine_(std::move(engine), config),
+        gradient_(n),
+        result_(n),
+        dense_(n) {
     std::mt19937 random(static_cast<unsigned>(baseline_->rank()));
     std::normal_distribution<float> normal;
     for (float& entry : gradient_) entry = normal(random);
@@ -91,8 +97,10 @@ void BM_Exchange(benchmark::State& state, ExchangeKind exchange) {
   const int world_size = static_cast<int>(state.range(0));
   const auto n = static_cast<std::size_t>(state.range(1));
   const double density = static_cast<double>(state.range(2)) / 1000.0;
-  const auto baseline = testing::MakeWorld(testing::Transport::kGloo, world_size, testing::kTestTimeout);
-  const auto engines = testing::MakeWorld(testing::Transport::kGloo, world_size, testing::kTestTimeout);
+  const auto baseline =
+      testing::MakeWorld(testing::Transport::kGloo, world_size, testing::kTestTimeout);
+  const auto engines =
+      testing::MakeWorld(testing::Transport::kGloo, world_size, testing::kTestTimeout);
   const auto make = [&](int rank) {
     auto first = baseline(rank);
     return std::make_unique<Rank>(std::move(first), engines(rank), ConfigFor(exchange, density), n);
@@ -123,14 +131,16 @@ void BM_Exchange(benchmark::State& state, ExchangeKind exchange) {
   for (std::thread& thread : others) thread.join();
   state.counters["over_dense"] = Median(ratios);
   state.counters["dense_ms"] = 1e3 * Median(dense);
-  state.counters["bytes_sent"] =
-      static_cast<double>(after.bytes_sent - before.bytes_sent) / static_cast<double>(state.iterations());
+  state.counters["bytes_sent"] = static_cast<double>(after.bytes_sent - before.bytes_sent) /
+                                 static_cast<double>(state.iterations());
 }
 
 const bool registered = [] {
-  for (const ExchangeKind exchange : {ExchangeKind::kDense, ExchangeKind::kAllgather, ExchangeKind::kSharded}) {
+  for (const ExchangeKind exchange :
+       {ExchangeKind::kDense, ExchangeKind::kAllgather, ExchangeKind::kSharded}) {
     const std::string name = std::string("BM_Exchange/") + ExchangeName(exchange);
-    benchmark::RegisterBenchmark(name.c_str(), [=](benchmark::State& state) { BM_Exchange(state, exchange); })
+    benchmark::RegisterBenchmark(name.c_str(),
+                                 [=](benchmark::State& state) { BM_Exchange(state, exchange); })
         ->ArgNames({"ranks", "n", "per_mille"})
         ->ArgsProduct({{2, 4}, {100000, 4000000}, {10}})
         ->UseManualTime()

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The worker's half of a step, memory + gradient to wire bytes, beside the cheapest thing that touches the same memory:
-// `r += g`. Each repetition times both, one after the other, and the counters give medians of the pairs, so that a machine
-// whose speed drifts does not spoil the ratio.
+// The worker's half of a step, memory + gradient to wire bytes, beside the cheapest thing that
+// touches the same memory: `r += g`. Each repetition times both, one after the other, and the
+// counters give medians of the pairs, so that a machine whose speed drifts does not spoil the
+// ratio.
 //
-// Data are new in every repetition: the memory is the one that the last step left, gradients come from a pool.
+// Data are new in every repetition: the memory is the one that the last step left, gradients come
+// from a pool.
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
@@ -25,7 +27,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-double Seconds(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+double Seconds(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
 
 double Median(std::vector<double> values) {
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
@@ -52,7 +56,8 @@ void Fill(Data data, Span<float> out, unsigned seed) {
         out[i] = normal(random);
         break;
       case Data::kLayered:
-        out[i] = normal(random) * std::exp(1.5F * std::sin(static_cast<float>(i * 20 / out.size()) * 7.0F));
+        out[i] = normal(random) *
+                 std::exp(1.5F * std::sin(static_cast<float>(i * 20 / out.size()) * 7.0F));
         break;
       case Data::kAllEqual:
         out[i] = 1.0F;
@@ -70,10 +75,12 @@ void Fill(Data data, Span<float> out, unsigned seed) {
   }
 }
 
-// One gradient after the other from a pool that does not fit the caches more than the vectors themselves do.
+// One gradient after the other from a pool that does not fit the caches more than the vectors
+// themselves do.
 class Gradients {
  public:
-  Gradients(Data data, std::size_t n) : n_(n), pool_(std::max(2 * n, std::size_t{6400000}) / n * n) {
+  Gradients(Data data, std::size_t n)
+      : n_(n), pool_(std::max(2 * n, std::size_t{6400000}) / n * n) {
     Fill(data, pool_.span(), 1);
   }
   const float* Next() {
@@ -91,7 +98,8 @@ class Gradients {
 // Arguments: entries, density in entries per thousand.
 void BM_Step(benchmark::State& state, Data data, kernels::Isa isa) {
   const auto n = static_cast<std::size_t>(state.range(0));
-  const auto k = static_cast<std::size_t>(std::llround(static_cast<double>(n) * static_cast<double>(state.range(1)) / 1e3));
+  const auto k = static_cast<std::size_t>(
+      std::llround(static_cast<double>(n) * static_cast<double>(state.range(1)) / 1e3));
   Gradients gradients(data, n);
   MemoryBuffer memory(n);
   MemoryBuffer next(n);
@@ -115,7 +123,8 @@ void BM_Step(benchmark::State& state, Data data, kernels::Isa isa) {
 
     const kernels::GradientSegment segment{gradient, n};
     start = Clock::now();
-    const auto sent = kernels::CompressTopK({&segment, 1}, memory.data(), 1.0F, k, next.data(), workspace);
+    const auto sent =
+        kernels::CompressTopK({&segment, 1}, memory.data(), 1.0F, k, next.data(), workspace);
     wire_bytes = WritePacket(sent.indices, sent.values, n, kernels::ValueFormat::kFloat32, wire);
     const double seconds = Seconds(start);
     ratios.push_back(seconds / adds.back());
@@ -130,9 +139,11 @@ void BM_Step(benchmark::State& state, Data data, kernels::Isa isa) {
   state.counters["wire_bytes"] = static_cast<double>(wire_bytes);
 }
 
-void Register(const char* name, Data data, kernels::Isa isa, const std::vector<std::int64_t>& sizes) {
+void Register(const char* name, Data data, kernels::Isa isa,
+              const std::vector<std::int64_t>& sizes) {
   const std::string full = std::string("BM_Step/") + name + "/" + kernels::IsaName(isa);
-  auto* bench = benchmark::RegisterBenchmark(full.c_str(), [=](benchmark::State& state) { BM_Step(state, data, isa); });
+  auto* bench = benchmark::RegisterBenchmark(
+      full.c_str(), [=](benchmark::State& state) { BM_Step(state, data, isa); });
   bench->ArgNames({"n", "per_mille"})->UseManualTime()->Unit(benchmark::kMillisecond);
   for (const std::int64_t n : sizes) {
     for (const std::int64_t per_mille : {1, 10, 50}) bench->Args({n, per_mille});
@@ -140,7 +151,8 @@ void Register(const char* name, Data data, kernels::Isa isa, const std::vector<s
 }
 
 const bool registered = [] {
-  for (const kernels::Isa isa : kernels::SupportedIsas()) Register("normal", Data::kNormal, isa, {100000, 1000000, 25000000});
+  for (const kernels::Isa isa : kernels::SupportedIsas())
+    Register("normal", Data::kNormal, isa, {100000, 1000000, 25000000});
   const kernels::Isa best = kernels::BestIsa();
   Register("layered", Data::kLayered, best, {1000000, 25000000});
   Register("all_equal", Data::kAllEqual, best, {25000000});

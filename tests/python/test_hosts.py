@@ -39,9 +39,9 @@ def test_torch_distributed_ranks_find_each_other(tmp_path):
 
 def test_mpi_ranks_find_each_other():
     assert shutil.which("mpirun"), "mpirun is missing: install openmpi-bin"
+    rank_command = [sys.executable, str(JOB), "mpi"]
     done = subprocess.run(
-        ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "3", sys.executable, str(JOB)]
-        + ["mpi"],
+        ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "3", *rank_command],
         capture_output=True,
         text=True,
         timeout=100,

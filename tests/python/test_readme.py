@@ -36,7 +36,9 @@ def test_two_ranks(tmp_path):
 def test_one_process(tmp_path):
     script = tmp_path / "local.py"
     script.write_text(SNIPPETS[1])
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The error types of every layer. They live with the kernels, the lowest layer, because everything above
-// throws them too. A message says where, what, got and expected; see BITOPK_CHECK_ARG.
+// The error types of every layer. They live with the kernels, the lowest layer, because everything
+// above throws them too. A message says where, what, got and expected; see BITOPK_CHECK_ARG.
 #pragma once
 
 #include <sstream>
@@ -28,8 +28,8 @@ class WireFormatError : public Error {
   using Error::Error;
 };
 
-/// A peer died, stopped answering in time, or disagreed about what comes next. The communicator is dead
-/// afterwards; memories stand as they did before the step.
+/// A peer died, stopped answering in time, or disagreed about what comes next. The communicator is
+/// dead afterwards; memories stand as they did before the step.
 class CommunicationError : public Error {
  public:
   using Error::Error;
@@ -60,9 +60,9 @@ std::string StrCat(const Args&... args) {
 }  // namespace bitopk
 
 /// Throws InvalidArgumentError with the concatenated message unless `condition` holds.
-#define BITOPK_CHECK_ARG(condition, ...)                                                   \
-  do {                                                                                     \
-    if (!(condition)) {                                                                    \
-      throw ::bitopk::InvalidArgumentError(::bitopk::internal::StrCat(__VA_ARGS__));       \
-    }                                                                                      \
+#define BITOPK_CHECK_ARG(condition, ...)                                             \
+  do {                                                                               \
+    if (!(condition)) {                                                              \
+      throw ::bitopk::InvalidArgumentError(::bitopk::internal::StrCat(__VA_ARGS__)); \
+    }                                                                                \
   } while (false)

@@ -21,8 +21,8 @@ std::vector<Isa> SupportedIsas();
 /// The fastest of SupportedIsas().
 Isa BestIsa();
 
-/// The variant called `name`. @throws InvalidArgumentError if there is none of that name or this processor lacks it;
-/// the message lists those it has.
+/// The variant called `name`. @throws InvalidArgumentError if there is none of that name or this
+/// processor lacks it; the message lists those it has.
 Isa IsaFromName(const std::string& name);
 
 }  // namespace bitopk::kernels

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A view of contiguous memory that the caller owns: pointer and number of entries. C++17 has no std::span,
-// so every layer of bitopk passes arrays in this type.
+// A view of contiguous memory that the caller owns: pointer and number of entries. C++17 has no
+// std::span, so every layer of bitopk passes arrays in this type.
 #pragma once
 
 #include <cassert>

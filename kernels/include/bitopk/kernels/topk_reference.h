@@ -16,11 +16,12 @@ struct Entries {
   std::vector<float> values;
 };
 
-/// The contract of topk.h by a full sort; zeros are left out if `nonzero_only`. Allocates; O(d log d).
+/// The contract of topk.h by a full sort; zeros are left out if `nonzero_only`. Allocates; O(d log
+/// d).
 Entries SelectTopK(Span<const float> x, std::size_t k, bool nonzero_only);
 
-/// CompressTopK by the formula: a = memory * factor + gradient, selection, new_memory = a without the selected.
-/// All arrays have shape [d]; a null `gradient` stands for zeros.
+/// CompressTopK by the formula: a = memory * factor + gradient, selection, new_memory = a without
+/// the selected. All arrays have shape [d]; a null `gradient` stands for zeros.
 Entries CompressTopK(const float* gradient, Span<const float> memory, float factor, std::size_t k,
                      Span<float> new_memory);
 
