@@ -46,6 +46,7 @@ void RegisterErrors(py::module_& module) {
   exceptions.divergence =
       NewException(module, "ReplicaDivergence", base, "Ranks hold different results.");
 
+  // NOLINTNEXTLINE(performance-unnecessary-value-param): pybind11 wants a function of this type
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);

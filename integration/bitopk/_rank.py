@@ -54,6 +54,9 @@ class RankEngine:
         self._dtypes: dict[str, np.dtype] = {}
         self._op: Any = None
         self.registered = False
+        # The engine reads and writes these arrays until the step is done, whoever else drops them.
+        # Set after `engine`, so that they outlive it.
+        self._in_flight: Prepared | None = None
 
     def prepare(self, grads: Any, out: Any) -> Prepared:
         """Check one rank's gradients and make room for the results; nothing else is changed."""
@@ -117,10 +120,13 @@ class RankEngine:
     def start(self, prepared: Prepared, op: _core.Op, scale: float) -> None:
         """Hand over all tensors, which must be registered. Returns at once."""
         self.engine.begin_step(op, scale)
+        self._in_flight = prepared
         self._op = op
-        for name, view, result in prepared.views:
-            self.engine.submit(self._numbers[name], view, result)
-        self.engine.end_step()
+        try:
+            for name, view, result in prepared.views:
+                self.engine.submit(self._numbers[name], view, result)
+        finally:  # an interrupt here must not leave a step that never ends
+            self.engine.end_step()
 
     def register(self, prepared: Prepared) -> None:
         """At the first step, fix the set of tensors; the comparison among ranks goes on behind."""

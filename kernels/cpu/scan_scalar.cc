@@ -3,7 +3,7 @@
 // The scan in plain C++: the reference that every vector variant must equal bit for bit.
 #include <cstring>
 
-#include "scan.h"
+#include "kernels/cpu/scan.h"
 
 namespace bitopk::kernels {
 namespace {

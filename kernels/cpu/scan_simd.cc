@@ -7,12 +7,12 @@
 // Blocks of 64 entries. AVX-512 appends by register compression; elsewhere a bit loop over the
 // block's mask appends: Compress of Highway 1.0.3 with g++ is 20 times slower on AVX2, because it
 // copies its table at every call.
-#include "scan.h"
+#include "kernels/cpu/scan.h"
 
 // Only instruction sets that pay: SSE and the baseline are served by the scalar variant.
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL)
 #undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "cpu/scan_simd.cc"  // relative to kernels/, a private include folder
+#define HWY_TARGET_INCLUDE "kernels/cpu/scan_simd.cc"  // from the root of the tree
 #include <hwy/cache_control.h>
 #include <hwy/foreach_target.h>  // IWYU pragma: keep; must come before highway.h
 #include <hwy/highway.h>

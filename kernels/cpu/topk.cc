@@ -12,7 +12,7 @@
 #include <cstring>
 
 #include "bitopk/kernels/error.h"
-#include "scan.h"
+#include "kernels/cpu/scan.h"
 
 namespace bitopk::kernels {
 namespace {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "agreement.h"
+#include "plugin/src/agreement.h"
 
 #include <cstring>
 #include <sstream>
 
 #include "bitopk/kernels/error.h"
-#include "unit.h"
+#include "plugin/src/unit.h"
 
 namespace bitopk {
 namespace {
@@ -21,12 +21,15 @@ int FirstOtherRank(const Communicator& comm, const ReceiveBuffer& receive) {
   const Bytes first = receive.part(0);
   for (int rank = 1; rank < comm.size(); ++rank) {
     const Bytes part = receive.part(rank);
-    if (part.size() != first.size() || std::memcmp(part.data(), first.data(), first.size()) != 0) return rank;
+    if (part.size() != first.size() || std::memcmp(part.data(), first.data(), first.size()) != 0)
+      return rank;
   }
   return 0;
 }
 
-std::string Text(Bytes bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
+std::string Text(Bytes bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
 
 }  // namespace
 
@@ -34,8 +37,8 @@ std::string DescribeJob(const Config& config, const std::vector<TensorSpec>& ten
   std::ostringstream out;
   out << config.Describe();
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    out << "\ntensor " << i << ": \"" << tensors[i].name << "\" " << DTypeName(tensors[i].dtype) << '['
-        << tensors[i].num_entries << ']';
+    out << "\ntensor " << i << ": \"" << tensors[i].name << "\" " << DTypeName(tensors[i].dtype)
+        << '[' << tensors[i].num_entries << ']';
   }
   return out.str();
 }
@@ -53,21 +56,25 @@ Difference FirstDifference(const std::string& left, const std::string& right) {
   }
 }
 
-void AgreeOnDescription(Communicator& comm, const std::string& description, ReceiveBuffer& receive) {
+void AgreeOnDescription(Communicator& comm, const std::string& description,
+                        ReceiveBuffer& receive) {
   MessageTag tag;
   tag.phase = Phase::kAgreement;
   const std::uint64_t hash = HashBytes(description.data(), description.size());
   comm.AllGatherV(tag, AsBytes(&hash, sizeof hash), 0, sizeof hash, receive);
   if (FirstOtherRank(comm, receive) == 0) return;
   tag.message = 1;
-  comm.AllGatherV(tag, AsBytes(description.data(), description.size()), 0, kMaxDescriptionBytes, receive);
+  comm.AllGatherV(tag, AsBytes(description.data(), description.size()), 0, kMaxDescriptionBytes,
+                  receive);
   const int other = FirstOtherRank(comm, receive);
   const Difference lines = FirstDifference(Text(receive.part(0)), Text(receive.part(other)));
-  throw InvalidArgumentError(internal::StrCat("start: ranks disagree: rank 0 has ", lines.left, "; rank ", other,
-                                              " has ", lines.right, " (rank ", comm.rank(), " of ", comm.size(), ")"));
+  throw InvalidArgumentError(internal::StrCat("start: ranks disagree: rank 0 has ", lines.left,
+                                              "; rank ", other, " has ", lines.right, " (rank ",
+                                              comm.rank(), " of ", comm.size(), ")"));
 }
 
-void CompareResults(Communicator& comm, std::uint64_t step, std::uint64_t hash, ReceiveBuffer& receive) {
+void CompareResults(Communicator& comm, std::uint64_t step, std::uint64_t hash,
+                    ReceiveBuffer& receive) {
   MessageTag tag;
   tag.phase = Phase::kAgreement;
   tag.message = 2;
@@ -75,9 +82,9 @@ void CompareResults(Communicator& comm, std::uint64_t step, std::uint64_t hash, 
   comm.AllGatherV(tag, AsBytes(&hash, sizeof hash), 0, sizeof hash, receive);
   const int other = FirstOtherRank(comm, receive);
   if (other == 0) return;
-  throw ReplicaDivergenceError(internal::StrCat("step ", step, ": rank ", other,
-                                                " holds other results than rank 0 (rank ", comm.rank(), " of ",
-                                                comm.size(), "); restore all ranks from a checkpoint"));
+  throw ReplicaDivergenceError(
+      internal::StrCat("step ", step, ": rank ", other, " holds other results than rank 0 (rank ",
+                       comm.rank(), " of ", comm.size(), "); restore all ranks from a checkpoint"));
 }
 
 }  // namespace bitopk

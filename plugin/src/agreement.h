@@ -16,19 +16,23 @@ namespace bitopk {
 /// Settings and tensors as text, a line each.
 std::string DescribeJob(const Config& config, const std::vector<TensorSpec>& tensors);
 
-/// The first line in which two descriptions differ, as "<left>" and "<right>"; "nothing" where one of them ends.
+/// The first line in which two descriptions differ, as "<left>" and "<right>"; "nothing" where one
+/// of them ends.
 struct Difference {
   std::string left;
   std::string right;
 };
 Difference FirstDifference(const std::string& left, const std::string& right);
 
-/// Collective: compares `description` over the ranks (8 bytes each; the text travels only if hashes differ).
+/// Collective: compares `description` over the ranks (8 bytes each; the text travels only if hashes
+/// differ).
 /// @throws InvalidArgumentError  on every rank if they differ, naming two ranks and what each has.
 void AgreeOnDescription(Communicator& comm, const std::string& description, ReceiveBuffer& receive);
 
 /// Collective: compares a hash of the results of `step`.
-/// @throws ReplicaDivergenceError  on every rank if they differ, naming the first rank that differs from rank 0.
-void CompareResults(Communicator& comm, std::uint64_t step, std::uint64_t hash, ReceiveBuffer& receive);
+/// @throws ReplicaDivergenceError  on every rank if they differ, naming the first rank that differs
+/// from rank 0.
+void CompareResults(Communicator& comm, std::uint64_t step, std::uint64_t hash,
+                    ReceiveBuffer& receive);
 
 }  // namespace bitopk

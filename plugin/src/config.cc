@@ -39,8 +39,8 @@ void ValidateSparsity(const char* name, const Sparsity& sparsity) {
   BITOPK_CHECK_ARG((sparsity.density != 0.0) != (sparsity.k != 0), "Config: ", name,
                    " needs exactly one of density and k; got density=", sparsity.density,
                    ", k=", sparsity.k);
-  BITOPK_CHECK_ARG(sparsity.k != 0 || (sparsity.density > 0.0 && sparsity.density <= 1.0), "Config: ", name,
-                   " density must be in (0, 1]; got ", sparsity.density);
+  BITOPK_CHECK_ARG(sparsity.k != 0 || (sparsity.density > 0.0 && sparsity.density <= 1.0),
+                   "Config: ", name, " density must be in (0, 1]; got ", sparsity.density);
 }
 
 void ValidateSpec(const CompressionSpec& spec) {
@@ -59,13 +59,15 @@ std::string Decimal(double value) {
 }
 
 void DescribeSpec(std::ostream& out, const CompressionSpec& spec) {
-  out << (spec.method == Method::kTopK ? "topk" : "dense") << " density=" << Decimal(spec.up.density)
-      << " k=" << spec.up.k << " density_down=" << Decimal(spec.down.density) << " k_down=" << spec.down.k
+  out << (spec.method == Method::kTopK ? "topk" : "dense")
+      << " density=" << Decimal(spec.up.density) << " k=" << spec.up.k
+      << " density_down=" << Decimal(spec.down.density) << " k_down=" << spec.down.k
       << " scope=" << (spec.scope == Scope::kTensor ? "tensor" : "global")
-      << " value_format=" << ValueFormatName(spec.value_format) << " exchange=" << ExchangeName(spec.exchange)
-      << " dense_fallback=" << spec.dense_fallback << " worker_memory=" << spec.worker_memory
-      << " server_memory=" << spec.server_memory << " memory_decay=" << Decimal(spec.memory_decay)
-      << " start_step=" << spec.start_step << " dense_below=" << spec.dense_below;
+      << " value_format=" << ValueFormatName(spec.value_format)
+      << " exchange=" << ExchangeName(spec.exchange) << " dense_fallback=" << spec.dense_fallback
+      << " worker_memory=" << spec.worker_memory << " server_memory=" << spec.server_memory
+      << " memory_decay=" << Decimal(spec.memory_decay) << " start_step=" << spec.start_step
+      << " dense_below=" << spec.dense_below;
 }
 
 }  // namespace
@@ -112,14 +114,16 @@ const char* ExchangeName(ExchangeKind exchange) {
 
 std::size_t Sparsity::EntriesOf(std::size_t num_entries) const {
   if (k != 0) return static_cast<std::size_t>(std::min<std::uint64_t>(k, num_entries));
-  const auto rounded = static_cast<std::size_t>(std::floor(density * static_cast<double>(num_entries) + 0.5));
+  const auto rounded =
+      static_cast<std::size_t>(std::floor(density * static_cast<double>(num_entries) + 0.5));
   return std::min(num_entries, std::max<std::size_t>(1, rounded));
 }
 
 void Config::Validate() const {
   ValidateSpec(spec);
   for (const Rule& rule : rules) ValidateSpec(rule.spec);
-  BITOPK_CHECK_ARG(bucket_bytes >= 1, "Config: bucket_bytes must be at least 1; got ", bucket_bytes);
+  BITOPK_CHECK_ARG(bucket_bytes >= 1, "Config: bucket_bytes must be at least 1; got ",
+                   bucket_bytes);
 }
 
 std::string Config::Describe() const {
@@ -130,8 +134,8 @@ std::string Config::Describe() const {
     out << "\nrule \"" << rule.pattern << "\": ";
     DescribeSpec(out, rule.spec);
   }
-  out << "\nnonfinite=" << NonFiniteName(nonfinite) << "\nseed=" << seed << "\nbucket_bytes=" << bucket_bytes
-      << "\ncheck_every=" << check_every;
+  out << "\nnonfinite=" << NonFiniteName(nonfinite) << "\nseed=" << seed
+      << "\nbucket_bytes=" << bucket_bytes << "\ncheck_every=" << check_every;
   return out.str();
 }
 

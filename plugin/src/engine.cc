@@ -14,9 +14,9 @@
 #include <thread>
 #include <utility>
 
-#include "agreement.h"
 #include "bitopk/kernels/error.h"
-#include "exchange.h"
+#include "plugin/src/agreement.h"
+#include "plugin/src/exchange.h"
 
 namespace bitopk {
 namespace {
@@ -57,17 +57,19 @@ class Engine::Impl {
       busy = running_ || !tasks_.empty();
       tasks_.clear();
     }
-    if (busy) comm_->Abort(internal::StrCat("rank ", comm_->rank(), " closed its engine during a step"));
+    if (busy)
+      comm_->Abort(internal::StrCat("rank ", comm_->rank(), " closed its engine during a step"));
     changed_.notify_all();
     thread_.join();
   }
 
   void Register(std::vector<TensorSpec> tensors) {
-    BITOPK_CHECK_ARG(!registered_, "Engine::Register: tensors were registered before (rank ", comm_->rank(), " of ",
-                     comm_->size(), ")");
+    BITOPK_CHECK_ARG(!registered_, "Engine::Register: tensors were registered before (rank ",
+                     comm_->rank(), " of ", comm_->size(), ")");
     std::set<std::string> names;
     for (const TensorSpec& tensor : tensors) {
-      BITOPK_CHECK_ARG(names.insert(tensor.name).second, "Engine::Register: two tensors are called \"", tensor.name, "\"");
+      BITOPK_CHECK_ARG(names.insert(tensor.name).second,
+                       "Engine::Register: two tensors are called \"", tensor.name, "\"");
     }
     plan_ = MakePlan(tensors, config_, comm_->rank(), comm_->size());
     if (density_.density > 0.0) ApplyDensity();
@@ -78,14 +80,17 @@ class Engine::Impl {
     submitted_.assign(tensors_.size(), 0);
     missing_.assign(plan_.buckets.size(), 0);
     bucket_done_.assign(plan_.buckets.size(), 0);
-    for (const TensorSpec& tensor : tensors_) dense_bytes_ += tensor.num_entries * DTypeBytes(tensor.dtype);
+    for (const TensorSpec& tensor : tensors_)
+      dense_bytes_ += tensor.num_entries * DTypeBytes(tensor.dtype);
     Post([this] { AgreeOnDescription(*comm_, description_, workspace_.uplink); });
   }
 
   void BeginStep(Op op, double scale) {
     BITOPK_CHECK_ARG(registered_, "Engine::BeginStep: register tensors first");
-    BITOPK_CHECK_ARG(std::isfinite(scale) && scale > 0.0, "Engine::BeginStep: scale must be finite and positive; got ", scale);
-    BITOPK_CHECK_ARG(steps_begun_ == 0 || op == op_, "Engine::BeginStep: the operation was fixed as ",
+    BITOPK_CHECK_ARG(std::isfinite(scale) && scale > 0.0,
+                     "Engine::BeginStep: scale must be finite and positive; got ", scale);
+    BITOPK_CHECK_ARG(steps_begun_ == 0 || op == op_,
+                     "Engine::BeginStep: the operation was fixed as ",
                      op_ == Op::kAverage ? "average" : "sum", " by the first step; got ",
                      op == Op::kAverage ? "average" : "sum");
     Wait();
@@ -111,7 +116,8 @@ class Engine::Impl {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (!open_ && error_ != nullptr) return;  // the step failed meanwhile; Wait tells
       BITOPK_CHECK_ARG(open_, "Engine::Submit: no step is open");
-      BITOPK_CHECK_ARG(tensor < tensors_.size(), "Engine::Submit: tensor ", tensor, " of ", tensors_.size());
+      BITOPK_CHECK_ARG(tensor < tensors_.size(), "Engine::Submit: tensor ", tensor, " of ",
+                       tensors_.size());
       BITOPK_CHECK_ARG(submitted_[tensor] == 0, "Engine::Submit: \"", tensors_[tensor].name,
                        "\" was submitted before in this step");
       submissions_[tensor] = submission;
@@ -189,7 +195,8 @@ class Engine::Impl {
     WaitIdle();
     for (const Unit& unit : plan_.units) {
       const auto* bytes = reinterpret_cast<const std::uint8_t*>(unit.server.memory().data());
-      const std::size_t positions = unit.compressed ? unit.shares.NumPositions(ShareNumber(unit)) : 0;
+      const std::size_t positions =
+          unit.compressed ? unit.shares.NumPositions(ShareNumber(unit)) : 0;
       if (unit.server.memory().empty()) {
         own.insert(own.end(), positions * sizeof(float), 0);
       } else {
@@ -204,7 +211,8 @@ class Engine::Impl {
 
   void SetDensity(double density, double density_down) {
     WaitIdle();
-    BITOPK_CHECK_ARG(density > 0.0 && density <= 1.0, "Engine::SetDensity: density must be in (0, 1]; got ", density);
+    BITOPK_CHECK_ARG(density > 0.0 && density <= 1.0,
+                     "Engine::SetDensity: density must be in (0, 1]; got ", density);
     BITOPK_CHECK_ARG(density_down > 0.0 && density_down <= 1.0,
                      "Engine::SetDensity: density_down must be in (0, 1]; got ", density_down);
     density_ = {density, 0};
@@ -295,7 +303,8 @@ class Engine::Impl {
  private:
   // The communication thread.
   void Serve() {
-    // Denormals must not be flushed, whatever the thread that created us had set: ranks would differ.
+    // Denormals must not be flushed, whatever the thread that created us had set: ranks would
+    // differ.
     std::fesetenv(FE_DFL_ENV);
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
@@ -317,7 +326,8 @@ class Engine::Impl {
     }
   }
 
-  // Runs a task. What breaks the agreement among ranks ends the communicator, here and for the peers.
+  // Runs a task. What breaks the agreement among ranks ends the communicator, here and for the
+  // peers.
   std::exception_ptr Run(const std::function<void()>& task) {
     if (dead_ != nullptr) return dead_;
     try {
@@ -372,7 +382,8 @@ class Engine::Impl {
     if (error != nullptr) std::rethrow_exception(error);
   }
 
-  // A step that fails leaves no trace in the memories; a finished one stays when something after it fails.
+  // A step that fails leaves no trace in the memories; a finished one stays when something after it
+  // fails.
   void RunStep() {
     try {
       LaunchBuckets();
@@ -390,15 +401,16 @@ class Engine::Impl {
     context.scale = pending_scale_;
     context.scale_ratio = scale_ == 0.0 ? 1.0 : pending_scale_ / scale_;
     context.nonfinite_ranks.assign(context.size(), false);
-    context.hash_result =
-        config_.check_every > 0 && (steps_begun_ - 1) % config_.check_every == 0 && comm_->size() > 1;
+    context.hash_result = config_.check_every > 0 &&
+                          (steps_begun_ - 1) % config_.check_every == 0 && comm_->size() > 1;
     pending_ = true;
     for (std::size_t bucket = 0; bucket < plan_.buckets.size(); ++bucket) {
       WaitUntilReady(bucket);
       RunBucket(context, plan_.buckets[bucket], static_cast<std::uint32_t>(bucket));
       if (config_.nonfinite == NonFinitePolicy::kPropagate) Complete(bucket);
     }
-    if (context.hash_result) CompareResults(*comm_, steps_begun_, context.result_hash, workspace_.uplink);
+    if (context.hash_result)
+      CompareResults(*comm_, steps_begun_, context.result_hash, workspace_.uplink);
     ++stats_.steps;
     stats_.dense_bytes += dense_bytes_ * 2 * (context.size() - 1) / context.size();
     if (context.nonfinite) Reject(context);
@@ -433,7 +445,8 @@ class Engine::Impl {
       if (context.nonfinite_ranks[rank]) ranks += internal::StrCat(ranks.empty() ? "" : ", ", rank);
     }
     throw NonFiniteGradientError(internal::StrCat(
-        "step ", steps_begun_, ": NaN or Inf in ", ranks.empty() ? "the sum over ranks" : "the gradients of rank " + ranks,
+        "step ", steps_begun_, ": NaN or Inf in ",
+        ranks.empty() ? "the sum over ranks" : "the gradients of rank " + ranks,
         "; memories are as before the step (rank ", comm_->rank(), " of ", comm_->size(), ")"));
   }
 
@@ -467,9 +480,11 @@ class Engine::Impl {
   }
 
   const UnitTensor& PartOf(std::size_t tensor, std::size_t num_entries, const char* where) const {
-    BITOPK_CHECK_ARG(tensor < tensors_.size(), "Engine::", where, ": tensor ", tensor, " of ", tensors_.size());
-    BITOPK_CHECK_ARG(num_entries == tensors_[tensor].num_entries, "Engine::", where, ": \"", tensors_[tensor].name,
-                     "\" has ", tensors_[tensor].num_entries, " entries; got room for ", num_entries);
+    BITOPK_CHECK_ARG(tensor < tensors_.size(), "Engine::", where, ": tensor ", tensor, " of ",
+                     tensors_.size());
+    BITOPK_CHECK_ARG(num_entries == tensors_[tensor].num_entries, "Engine::", where, ": \"",
+                     tensors_[tensor].name, "\" has ", tensors_[tensor].num_entries,
+                     " entries; got room for ", num_entries);
     const Unit& unit = plan_.units[plan_.unit_of_tensor[tensor]];
     return *std::find_if(unit.tensors.begin(), unit.tensors.end(),
                          [&](const UnitTensor& part) { return part.tensor == tensor; });
@@ -480,16 +495,20 @@ class Engine::Impl {
   }
 
   // Copies those entries of a share that belong to `part` to the tensor's array.
-  static void AddShare(const Unit& unit, const UnitTensor& part, std::size_t owner, Span<const float> share, Span<float> out) {
+  static void AddShare(const Unit& unit, const UnitTensor& part, std::size_t owner,
+                       Span<const float> share, Span<float> out) {
     if (share.empty()) return;
-    unit.shares.ForEachPiece(owner, [&](std::size_t entry, std::size_t position, std::size_t count) {
-      const std::size_t from = std::max(entry, part.offset);
-      const std::size_t to = std::min(entry + count, part.offset + part.num_entries);
-      for (std::size_t i = from; i < to; ++i) out[i - part.offset] = share[position + (i - entry)];
-    });
+    unit.shares.ForEachPiece(
+        owner, [&](std::size_t entry, std::size_t position, std::size_t count) {
+          const std::size_t from = std::max(entry, part.offset);
+          const std::size_t to = std::min(entry + count, part.offset + part.num_entries);
+          for (std::size_t i = from; i < to; ++i)
+            out[i - part.offset] = share[position + (i - entry)];
+        });
   }
 
-  void AddOwner(std::size_t owner, const std::vector<std::uint8_t>& bytes, std::vector<std::vector<float>>& whole) const {
+  void AddOwner(std::size_t owner, const std::vector<std::uint8_t>& bytes,
+                std::vector<std::vector<float>>& whole) const {
     std::size_t offset = 0;
     std::vector<float> share;
     for (const Unit& unit : plan_.units) {
@@ -497,9 +516,11 @@ class Engine::Impl {
       const std::size_t number = unit.shares.replicated() ? 0 : owner;
       share.resize(unit.shares.NumPositions(number));
       if (bytes.size() - offset < share.size() * sizeof(float)) {
-        throw WireFormatError(internal::StrCat("server memory of rank ", owner, ": got ", bytes.size(), " bytes, expected more"));
+        throw WireFormatError(internal::StrCat("server memory of rank ", owner, ": got ",
+                                               bytes.size(), " bytes, expected more"));
       }
-      if (!share.empty()) std::memcpy(share.data(), bytes.data() + offset, share.size() * sizeof(float));
+      if (!share.empty())
+        std::memcpy(share.data(), bytes.data() + offset, share.size() * sizeof(float));
       offset += share.size() * sizeof(float);
       for (const UnitTensor& part : unit.tensors) {
         whole[part.tensor].resize(part.num_entries);
@@ -510,32 +531,38 @@ class Engine::Impl {
 
   void CheckState(const EngineState& state) const {
     BITOPK_CHECK_ARG(state.world_size == comm_->size() && state.rank == comm_->rank(),
-                     "Engine::LoadState: the state is of rank ", state.rank, " of ", state.world_size, "; this is rank ",
-                     comm_->rank(), " of ", comm_->size());
+                     "Engine::LoadState: the state is of rank ", state.rank, " of ",
+                     state.world_size, "; this is rank ", comm_->rank(), " of ", comm_->size());
     if (state.description != description_) {
       const Difference lines = FirstDifference(state.description, description_);
-      throw InvalidArgumentError("Engine::LoadState: the state has " + lines.left + "; this engine has " + lines.right);
+      throw InvalidArgumentError("Engine::LoadState: the state has " + lines.left +
+                                 "; this engine has " + lines.right);
     }
-    BITOPK_CHECK_ARG(std::isfinite(state.scale) && state.scale >= 0.0, "Engine::LoadState: scale is ", state.scale);
-    BITOPK_CHECK_ARG(state.worker_memory.size() == tensors_.size() && state.server_memory.size() == plan_.units.size(),
-                     "Engine::LoadState: got ", state.worker_memory.size(), " worker and ", state.server_memory.size(),
-                     " server memories, expected ", tensors_.size(), " and ", plan_.units.size());
+    BITOPK_CHECK_ARG(std::isfinite(state.scale) && state.scale >= 0.0,
+                     "Engine::LoadState: scale is ", state.scale);
+    BITOPK_CHECK_ARG(state.worker_memory.size() == tensors_.size() &&
+                         state.server_memory.size() == plan_.units.size(),
+                     "Engine::LoadState: got ", state.worker_memory.size(), " worker and ",
+                     state.server_memory.size(), " server memories, expected ", tensors_.size(),
+                     " and ", plan_.units.size());
     for (std::size_t tensor = 0; tensor < tensors_.size(); ++tensor) {
       const std::size_t got = state.worker_memory[tensor].size();
-      BITOPK_CHECK_ARG(got == 0 || got == tensors_[tensor].num_entries, "Engine::LoadState: worker memory of \"",
-                       tensors_[tensor].name, "\" has ", got, " entries, expected ", tensors_[tensor].num_entries);
+      BITOPK_CHECK_ARG(got == 0 || got == tensors_[tensor].num_entries,
+                       "Engine::LoadState: worker memory of \"", tensors_[tensor].name, "\" has ",
+                       got, " entries, expected ", tensors_[tensor].num_entries);
     }
     for (std::size_t number = 0; number < plan_.units.size(); ++number) {
       const Unit& unit = plan_.units[number];
-      const std::size_t expected = unit.compressed ? unit.shares.NumPositions(ShareNumber(unit)) : 0;
+      const std::size_t expected =
+          unit.compressed ? unit.shares.NumPositions(ShareNumber(unit)) : 0;
       const std::size_t got = state.server_memory[number].size();
-      BITOPK_CHECK_ARG(got == 0 || got == expected, "Engine::LoadState: server memory of unit ", number, " has ", got,
-                       " entries, expected ", expected);
+      BITOPK_CHECK_ARG(got == 0 || got == expected, "Engine::LoadState: server memory of unit ",
+                       number, " has ", got, " entries, expected ", expected);
     }
   }
 
-  // Contraction and norms from what the memories hold, so that no step pays for them. For x = kept + left out:
-  // |x|^2 = |left out|^2 - |rounding of the kept|^2 + |kept|^2.
+  // Contraction and norms from what the memories hold, so that no step pays for them. For x = kept
+  // + left out: |x|^2 = |left out|^2 - |rounding of the kept|^2 + |kept|^2.
   void AddNorms(Stats& stats) const {
     double up_left = 0.0;
     double up_total = 0.0;
@@ -559,7 +586,8 @@ class Engine::Impl {
         down_total += left - unit.server.kept_error_square() + unit.server.kept_square();
       } else {
         down_total += unit.server.total_square_without_memory();
-        down_left += unit.server.total_square_without_memory() - unit.server.kept_square() + unit.server.kept_error_square();
+        down_left += unit.server.total_square_without_memory() - unit.server.kept_square() +
+                     unit.server.kept_error_square();
       }
     }
     stats.contraction_up = 1.0 - up_left / up_total;
@@ -574,7 +602,8 @@ class Engine::Impl {
   // Fixed by Register.
   bool registered_ = false;
   std::vector<TensorSpec> tensors_;
-  Plan plan_;  // its memories belong to the communication thread while a task runs, else to the caller
+  Plan plan_;  // its memories belong to the communication thread while a task runs, else to the
+               // caller
   std::string description_;
   std::uint64_t dense_bytes_ = 0;
 
@@ -582,7 +611,7 @@ class Engine::Impl {
   Op op_ = Op::kAverage;
   double scale_ = 0.0;  // of the last committed step; 0 before the first
   double pending_scale_ = 0.0;
-  Sparsity density_;       // of SetDensity; 0 before
+  Sparsity density_;  // of SetDensity; 0 before
   Sparsity density_down_;
   std::uint64_t steps_begun_ = 0;
   std::uint64_t schedule_step_ = 0;  // committed steps
@@ -617,7 +646,9 @@ const Config& Engine::config() const { return impl_->config(); }
 void Engine::Register(std::vector<TensorSpec> tensors) { impl_->Register(std::move(tensors)); }
 const std::vector<TensorSpec>& Engine::tensors() const { return impl_->tensors(); }
 void Engine::BeginStep(Op op, double scale) { impl_->BeginStep(op, scale); }
-void Engine::Submit(std::size_t tensor, const TensorSubmission& submission) { impl_->Submit(tensor, submission); }
+void Engine::Submit(std::size_t tensor, const TensorSubmission& submission) {
+  impl_->Submit(tensor, submission);
+}
 void Engine::EndStep() { impl_->EndStep(); }
 bool Engine::IsCompleted(std::size_t tensor) const { return impl_->IsCompleted(tensor); }
 bool Engine::IsCompleted() const { return impl_->IsCompleted(); }
@@ -625,16 +656,24 @@ void Engine::Wait() { impl_->Wait(); }
 bool Engine::WaitFor(std::chrono::milliseconds duration) { return impl_->WaitFor(duration); }
 void Engine::Commit() { impl_->Commit(); }
 void Engine::Rollback() { impl_->Rollback(); }
-void Engine::ReadWorkerMemory(std::size_t tensor, Span<float> out) { impl_->ReadWorkerMemory(tensor, out); }
-void Engine::ReadServerShare(std::size_t tensor, Span<float> out) { impl_->ReadServerShare(tensor, out); }
+void Engine::ReadWorkerMemory(std::size_t tensor, Span<float> out) {
+  impl_->ReadWorkerMemory(tensor, out);
+}
+void Engine::ReadServerShare(std::size_t tensor, Span<float> out) {
+  impl_->ReadServerShare(tensor, out);
+}
 std::vector<std::vector<float>> Engine::GatherServerMemory() { return impl_->GatherServerMemory(); }
-void Engine::SetDensity(double density, double density_down) { impl_->SetDensity(density, density_down); }
+void Engine::SetDensity(double density, double density_down) {
+  impl_->SetDensity(density, density_down);
+}
 EngineState Engine::SaveState() { return impl_->SaveState(); }
 void Engine::LoadState(const EngineState& state) { impl_->LoadState(state); }
 Stats Engine::stats() { return impl_->stats(); }
 std::vector<std::string> Engine::decisions() const { return impl_->plan().decisions; }
 std::vector<std::string> Engine::warnings() const { return impl_->plan().warnings; }
 Communicator::Waiting Engine::waiting() const { return impl_->comm().waiting(); }
-std::vector<std::vector<std::uint8_t>> Engine::AllGather(Span<const std::uint8_t> bytes) { return impl_->AllGather(bytes); }
+std::vector<std::vector<std::uint8_t>> Engine::AllGather(Span<const std::uint8_t> bytes) {
+  return impl_->AllGather(bytes);
+}
 
 }  // namespace bitopk

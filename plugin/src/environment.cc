@@ -11,7 +11,8 @@ namespace {
 
 std::uint64_t Number(const char* name, const char* text) {
   const std::string digits(text);
-  const bool valid = !digits.empty() && digits.size() <= 18 && digits.find_first_not_of("0123456789") == std::string::npos;
+  const bool valid = !digits.empty() && digits.size() <= 18 &&
+                     digits.find_first_not_of("0123456789") == std::string::npos;
   BITOPK_CHECK_ARG(valid, name, " must be a number of steps; got \"", digits, "\"");
   return std::stoull(digits);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange.h"
+#include "plugin/src/exchange.h"
 
 #include <algorithm>
 #include <cstring>
@@ -61,11 +61,12 @@ kernels::SelectedEntries CompressUnit(StepContext& context, Unit& unit, bool& no
   unit.sent_square = unit.sent_error_square = unit.gradient_square = 0.0;
   if (unit.spec.worker_memory) {
     next = unit.worker.next();
-    selected = kernels::CompressTopK(work.segments, unit.worker.current(), context.MemoryFactor(unit), unit.k_up, next,
-                                     work.topk);
+    selected = kernels::CompressTopK(work.segments, unit.worker.current(),
+                                     context.MemoryFactor(unit), unit.k_up, next, work.topk);
     unit.worker.MarkWritten();
   } else {
-    selected = kernels::SelectNonzeroTopK(Span<const kernels::GradientSegment>(work.segments), unit.k_up, work.topk);
+    selected = kernels::SelectNonzeroTopK(Span<const kernels::GradientSegment>(work.segments),
+                                          unit.k_up, work.topk);
     unit.gradient_square = SquareOfGradient(work.segments);
   }
   for (std::size_t i = 0; i < selected.values.size(); ++i) {
@@ -84,13 +85,14 @@ kernels::SelectedEntries CompressUnit(StepContext& context, Unit& unit, bool& no
   return selected;
 }
 
-void AppendPacket(Span<const std::uint32_t> positions, Span<float> values, std::size_t num_positions,
-                  kernels::ValueFormat format, ByteBuffer& out) {
+void AppendPacket(Span<const std::uint32_t> positions, Span<float> values,
+                  std::size_t num_positions, kernels::ValueFormat format, ByteBuffer& out) {
   const MutableBytes room = out.Reserve(MaxPacketBytes(positions.size(), num_positions, format));
   out.Advance(WritePacket(positions, values, num_positions, format, room));
 }
 
-void AddPackets(StepContext& context, Unit& unit, const ReceiveBuffer& received, std::size_t share) {
+void AddPackets(StepContext& context, Unit& unit, const ReceiveBuffer& received,
+                std::size_t share) {
   ExchangeWorkspace& work = context.workspace;
   const std::size_t positions = unit.shares.NumPositions(share);
   work.readers.clear();
@@ -107,13 +109,14 @@ void AddPackets(StepContext& context, Unit& unit, const ReceiveBuffer& received,
 
 void CheckUsedUp(Bytes message, std::size_t used, int rank) {
   if (used == message.size()) return;
-  throw WireFormatError(internal::StrCat("message of rank ", rank, ": packets end after ", used, " bytes, got ",
-                                         message.size()));
+  throw WireFormatError(internal::StrCat("message of rank ", rank, ": packets end after ", used,
+                                         " bytes, got ", message.size()));
 }
 
 void CheckAllUsedUp(StepContext& context, const ReceiveBuffer& received) {
   for (int rank = 0; rank < context.comm.size(); ++rank) {
-    CheckUsedUp(received.part(rank), context.workspace.offsets[static_cast<std::size_t>(rank)], rank);
+    CheckUsedUp(received.part(rank), context.workspace.offsets[static_cast<std::size_t>(rank)],
+                rank);
   }
 }
 
@@ -144,8 +147,10 @@ void WriteResults(StepContext& context, const Unit& unit, Span<const std::uint32
                   Span<const float> values) {
   context.stats.entries_down += entries.size();
   if (context.hash_result) {
-    context.result_hash = HashBytes(entries.data(), entries.size() * sizeof(entries[0]), context.result_hash);
-    context.result_hash = HashBytes(values.data(), values.size() * sizeof(values[0]), context.result_hash);
+    context.result_hash =
+        HashBytes(entries.data(), entries.size() * sizeof(entries[0]), context.result_hash);
+    context.result_hash =
+        HashBytes(values.data(), values.size() * sizeof(values[0]), context.result_hash);
   }
   auto part = unit.tensors.begin();
   for (std::size_t i = 0; i < entries.size(); ++i) {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The exchanges: what happens to one bucket in one step, from gradients to results. All three give every rank the
-// same bytes; allgather and sharded give the same bytes as each other. Called by the engine's communication thread.
+// The exchanges: what happens to one bucket in one step, from gradients to results. All three give
+// every rank the same bytes; allgather and sharded give the same bytes as each other. Called by the
+// engine's communication thread.
 #pragma once
 
 #include <array>
@@ -15,16 +16,17 @@
 #include "bitopk/kernels/topk.h"
 #include "bitopk/packet.h"
 #include "bitopk/stats.h"
-#include "server.h"
-#include "threshold.h"
-#include "unit.h"
+#include "plugin/src/server.h"
+#include "plugin/src/threshold.h"
+#include "plugin/src/unit.h"
 
 namespace bitopk {
 
 /// Header flag: this rank saw NaN or Inf in what it sends.
 inline constexpr std::uint16_t kFlagNonFinite = 1;
 
-/// Bytes that grow by appending and keep their capacity; new bytes are not initialised. One thread at a time.
+/// Bytes that grow by appending and keep their capacity; new bytes are not initialised. One thread
+/// at a time.
 class ByteBuffer {
  public:
   void Clear() { size_ = 0; }
@@ -51,8 +53,8 @@ struct ExchangeWorkspace {
   std::vector<std::size_t> starts;
   std::vector<std::uint32_t> kept;
   std::vector<PacketReader> readers;
-  std::vector<std::size_t> offsets;   // of the next packet in each rank's message
-  std::vector<ByteBuffer> send;       // one per receiving rank
+  std::vector<std::size_t> offsets;  // of the next packet in each rank's message
+  std::vector<ByteBuffer> send;      // one per receiving rank
   std::vector<Bytes> send_views;
   ByteBuffer broadcast;
   std::vector<ThresholdQuery> queries;
@@ -73,8 +75,8 @@ struct StepContext {
   std::uint64_t step = 0;           // launches so far; part of every header
   std::uint64_t schedule_step = 0;  // steps that count for start_step
   Op op = Op::kAverage;
-  double scale = 1.0;               // of this step's gradients; must be equal on all ranks
-  double scale_ratio = 1.0;         // this step's scale over the last one's
+  double scale = 1.0;        // of this step's gradients; must be equal on all ranks
+  double scale_ratio = 1.0;  // this step's scale over the last one's
   bool hash_result = false;
 
   // Findings of the step.
@@ -94,7 +96,8 @@ struct StepContext {
 class StageTimer {
  public:
   StageTimer(Stats& stats, Stage stage)
-      : seconds_(stats.seconds[static_cast<std::size_t>(stage)]), start_(std::chrono::steady_clock::now()) {}
+      : seconds_(stats.seconds[static_cast<std::size_t>(stage)]),
+        start_(std::chrono::steady_clock::now()) {}
   ~StageTimer() {
     seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
   }
@@ -106,11 +109,11 @@ class StageTimer {
   std::chrono::steady_clock::time_point start_;
 };
 
-/// Runs `bucket` (number `message` of the launch order) by the exchange that the schedule demands: gradients are read, memories
-/// advance (not yet committed) and results are written.
-/// Cost for k = k_up = k_down, per rank: allgather sends (N-1) k entries in 2 steps; sharded about 2 k (N-1)/N entries in
-/// 4 steps and, for units of at least kWholeBelowEntries kept entries, at most 12 histogram rounds of 2 steps;
-/// dense 2 d (N-1)/N entries in 4 steps.
+/// Runs `bucket` (number `message` of the launch order) by the exchange that the schedule demands:
+/// gradients are read, memories advance (not yet committed) and results are written. Cost for k =
+/// k_up = k_down, per rank: allgather sends (N-1) k entries in 2 steps; sharded about 2 k (N-1)/N
+/// entries in 4 steps and, for units of at least kWholeBelowEntries kept entries, at most 12
+/// histogram rounds of 2 steps; dense 2 d (N-1)/N entries in 4 steps.
 /// @throws CommunicationError, WireFormatError; memories are then to be rolled back.
 void RunBucket(StepContext& context, Bucket& bucket, std::uint32_t message);
 
@@ -121,15 +124,16 @@ void RunDense(StepContext& context, Bucket& bucket, MessageTag tag);
 
 // What they share (exchange.cc).
 
-/// The worker's half: topK of memory + gradient; the memory keeps the rest, rounding included. Values are as the receiver
-/// decodes them. Sets `nonfinite` if one of them is.
+/// The worker's half: topK of memory + gradient; the memory keeps the rest, rounding included.
+/// Values are as the receiver decodes them. Sets `nonfinite` if one of them is.
 kernels::SelectedEntries CompressUnit(StepContext& context, Unit& unit, bool& nonfinite);
 
 /// Appends one packet to `out`.
-void AppendPacket(Span<const std::uint32_t> positions, Span<float> values, std::size_t num_positions,
-                  kernels::ValueFormat format, ByteBuffer& out);
+void AppendPacket(Span<const std::uint32_t> positions, Span<float> values,
+                  std::size_t num_positions, kernels::ValueFormat format, ByteBuffer& out);
 
-/// Lets the unit's server add the packets that lie at workspace.offsets in `received`, and moves the offsets on.
+/// Lets the unit's server add the packets that lie at workspace.offsets in `received`, and moves
+/// the offsets on.
 void AddPackets(StepContext& context, Unit& unit, const ReceiveBuffer& received, std::size_t share);
 
 /// Throws WireFormatError unless the packets end where the message of `rank` ends.
@@ -137,7 +141,8 @@ void CheckUsedUp(Bytes message, std::size_t used, int rank);
 /// The same for all messages of `received`, whose packets end at workspace.offsets.
 void CheckAllUsedUp(StepContext& context, const ReceiveBuffer& received);
 
-/// Sends down the candidates numbered workspace.kept: fills workspace.positions and values (as decoded) and tells the server.
+/// Sends down the candidates numbered workspace.kept: fills workspace.positions and values (as
+/// decoded) and tells the server.
 void KeepCandidates(StepContext& context, Unit& unit);
 
 /// Zeroes the results of a unit.

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The simulated server: every rank receives every uplink packet, adds them in rank order and runs the same server.
+// The simulated server: every rank receives every uplink packet, adds them in rank order and runs
+// the same server.
 #include <algorithm>
 #include <numeric>
 
-#include "exchange.h"
+#include "plugin/src/exchange.h"
 
 namespace bitopk {
 
@@ -18,14 +19,16 @@ void RunAllgather(StepContext& context, Bucket& bucket, MessageTag tag) {
     for (const std::size_t number : bucket.units) {
       Unit& unit = context.plan.units[number];
       const kernels::SelectedEntries sent = CompressUnit(context, unit, nonfinite);
-      AppendPacket(sent.indices, sent.values, unit.num_entries, unit.spec.value_format, work.broadcast);
+      AppendPacket(sent.indices, sent.values, unit.num_entries, unit.spec.value_format,
+                   work.broadcast);
       max_bytes += MaxPacketBytes(unit.k_up, unit.num_entries, unit.spec.value_format);
     }
   }
   {
     StageTimer timer(context.stats, Stage::kUplink);
     tag.phase = Phase::kUplink;
-    context.comm.AllGatherV(tag, work.broadcast.bytes(), nonfinite ? kFlagNonFinite : 0, max_bytes, work.uplink);
+    context.comm.AllGatherV(tag, work.broadcast.bytes(), nonfinite ? kFlagNonFinite : 0, max_bytes,
+                            work.uplink);
   }
   NoteFlags(context, work.uplink, /*from_gradients=*/true);
   StageTimer timer(context.stats, Stage::kServer);

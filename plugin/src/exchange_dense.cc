@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Uncompressed entries: alltoallv of blocks to their owners, sums in rank order, allgatherv of the sums. Serves tensors that are never
-// compressed, and compressed units before their start step; what these hold in memories is sent too and becomes 0.
+// Uncompressed entries: alltoallv of blocks to their owners, sums in rank order, allgatherv of the
+// sums. Serves tensors that are never compressed, and compressed units before their start step;
+// what these hold in memories is sent too and becomes 0.
 #include <algorithm>
 #include <cstring>
 #include <limits>
 #include <type_traits>
 
-#include "exchange.h"
+#include "plugin/src/exchange.h"
 
 namespace bitopk {
 namespace {
@@ -17,7 +18,8 @@ constexpr std::size_t kTile = 4096;  // entries converted at a time; stays in th
 // How entries of a unit travel: as they are, or float32 in a narrower format.
 std::size_t WireBytes(const Unit& unit) {
   if (unit.dtype == DType::kFloat32) {
-    return kernels::ValueBytes(unit.compressed ? kernels::ValueFormat::kFloat32 : unit.spec.value_format);
+    return kernels::ValueBytes(unit.compressed ? kernels::ValueFormat::kFloat32
+                                               : unit.spec.value_format);
   }
   return DTypeBytes(unit.dtype);
 }
@@ -26,7 +28,8 @@ kernels::ValueFormat WireFormat(const Unit& unit) {
   return unit.compressed ? kernels::ValueFormat::kFloat32 : unit.spec.value_format;
 }
 
-// Blocks are dealt even where the server's share is a whole unit or a replica, as long as no memory depends on the layout.
+// Blocks are dealt even where the server's share is a whole unit or a replica, as long as no memory
+// depends on the layout.
 ShareMap DenseShares(const Unit& unit, std::size_t world_size) {
   if (unit.shares.dealt() || (unit.memory_in_use && !unit.shares.replicated())) return unit.shares;
   return ShareMap::Dealt(unit.num_entries, world_size, 0);
@@ -66,7 +69,8 @@ T Plus(T a, T b) {
   }
 }
 
-// By the largest magnitude as an integer, which compilers vectorise; a sum of floats they may not reorder.
+// By the largest magnitude as an integer, which compilers vectorise; a sum of floats they may not
+// reorder.
 template <typename T>
 bool AllFinite(Span<const T> values) {
   if constexpr (std::is_floating_point_v<T>) {
@@ -125,14 +129,16 @@ bool SendEntries(StepContext& context, Unit& unit) {
   for (std::size_t owner = 0; owner < context.size(); ++owner) {
     ByteBuffer& send = context.workspace.send[owner];
     shares.ForEachPiece(owner, [&](std::size_t entry, std::size_t, std::size_t count) {
-      Encode(unit, reinterpret_cast<const std::uint8_t*>(flat.data() + entry), count, send.Reserve(count * bytes).data());
+      Encode(unit, reinterpret_cast<const std::uint8_t*>(flat.data() + entry), count,
+             send.Reserve(count * bytes).data());
       send.Advance(count * bytes);
     });
   }
   return AllFinite(Span<const T>(flat));
 }
 
-// Adds this rank's share in rank order and appends the sum, as the receivers decode it, to workspace.broadcast.
+// Adds this rank's share in rank order and appends the sum, as the receivers decode it, to
+// workspace.broadcast.
 template <typename T>
 bool AddShare(StepContext& context, Unit& unit, std::size_t offset) {
   ExchangeWorkspace& work = context.workspace;
@@ -156,12 +162,14 @@ bool AddShare(StepContext& context, Unit& unit, std::size_t offset) {
     }
     if constexpr (std::is_same_v<T, float>) {
       for (std::size_t i = 0; !memory.empty() && i < count; ++i) {
-        const std::size_t at = unit.shares.replicated() ? shares.EntryAt(context.rank(), first + i) : first + i;
+        const std::size_t at =
+            unit.shares.replicated() ? shares.EntryAt(context.rank(), first + i) : first + i;
         sum[i] = memory[at] + sum[i];
       }
     }
     finite = finite && AllFinite(Span<const T>(sum, count));
-    Encode(unit, reinterpret_cast<const std::uint8_t*>(sum), count, work.broadcast.Reserve(count * bytes).data());
+    Encode(unit, reinterpret_cast<const std::uint8_t*>(sum), count,
+           work.broadcast.Reserve(count * bytes).data());
     work.broadcast.Advance(count * bytes);
   }
   return finite;
@@ -177,7 +185,8 @@ void WriteShare(StepContext& context, const Unit& unit, std::size_t owner, const
       while (entry >= part->offset + part->num_entries) ++part;
       const std::size_t n = std::min(count, part->offset + part->num_entries - entry);
       auto* const result = static_cast<T*>(context.tensors[part->tensor].result);
-      if (result != nullptr) Decode<T>(unit, in + position * bytes, {result + (entry - part->offset), n});
+      if (result != nullptr)
+        Decode<T>(unit, in + position * bytes, {result + (entry - part->offset), n});
       entry += n;
       position += n;
       count -= n;
@@ -208,13 +217,14 @@ std::size_t ShareBytes(const StepContext& context, const Bucket& bucket, std::si
   return total;
 }
 
-void CheckSizes(const StepContext& context, const Bucket& bucket, const ReceiveBuffer& received, bool own_share) {
+void CheckSizes(const StepContext& context, const Bucket& bucket, const ReceiveBuffer& received,
+                bool own_share) {
   for (std::size_t rank = 0; rank < context.size(); ++rank) {
     const std::size_t expected = ShareBytes(context, bucket, own_share ? context.rank() : rank);
     const std::size_t got = received.part(static_cast<int>(rank)).size();
     if (got != expected) {
-      throw WireFormatError(
-          internal::StrCat("dense message of rank ", rank, ": got ", got, " bytes, expected ", expected));
+      throw WireFormatError(internal::StrCat("dense message of rank ", rank, ": got ", got,
+                                             " bytes, expected ", expected));
     }
   }
 }
@@ -226,12 +236,13 @@ void SendBucket(StepContext& context, Bucket& bucket, MessageTag tag) {
   bool finite = true;
   for (const std::size_t number : bucket.units) {
     Unit& unit = context.plan.units[number];
-    WithType(unit.dtype, [&](auto t) { finite = SendEntries<decltype(t)>(context, unit) && finite; });
+    WithType(unit.dtype,
+             [&](auto t) { finite = SendEntries<decltype(t)>(context, unit) && finite; });
   }
   work.send_views.clear();
   for (const ByteBuffer& buffer : work.send) work.send_views.push_back(buffer.bytes());
-  context.comm.AllToAllV(tag, work.send_views, finite ? 0 : kFlagNonFinite, ShareBytes(context, bucket, context.rank()),
-                         work.uplink);
+  context.comm.AllToAllV(tag, work.send_views, finite ? 0 : kFlagNonFinite,
+                         ShareBytes(context, bucket, context.rank()), work.uplink);
   NoteFlags(context, work.uplink, /*from_gradients=*/true);
   CheckSizes(context, bucket, work.uplink, /*own_share=*/true);
 }
@@ -244,13 +255,15 @@ void AddAndReturn(StepContext& context, Bucket& bucket, MessageTag tag) {
   std::size_t largest = 0;
   for (const std::size_t number : bucket.units) {
     Unit& unit = context.plan.units[number];
-    WithType(unit.dtype, [&](auto t) { finite = AddShare<decltype(t)>(context, unit, offset) && finite; });
+    WithType(unit.dtype,
+             [&](auto t) { finite = AddShare<decltype(t)>(context, unit, offset) && finite; });
     offset += DenseShares(unit, context.size()).NumPositions(context.rank()) * WireBytes(unit);
   }
   for (std::size_t owner = 0; owner < context.size(); ++owner) {
     largest = std::max(largest, ShareBytes(context, bucket, owner));
   }
-  context.comm.AllGatherV(tag, work.broadcast.bytes(), finite ? 0 : kFlagNonFinite, largest, work.downlink);
+  context.comm.AllGatherV(tag, work.broadcast.bytes(), finite ? 0 : kFlagNonFinite, largest,
+                          work.downlink);
   NoteFlags(context, work.downlink, /*from_gradients=*/false);
   CheckSizes(context, bucket, work.downlink, /*own_share=*/false);
 }
@@ -268,7 +281,9 @@ void RunDense(StepContext& context, Bucket& bucket, MessageTag tag) {
     std::size_t offset = 0;
     for (const std::size_t number : bucket.units) {
       const Unit& unit = context.plan.units[number];
-      WithType(unit.dtype, [&](auto t) { WriteShare<decltype(t)>(context, unit, owner, message.data() + offset); });
+      WithType(unit.dtype, [&](auto t) {
+        WriteShare<decltype(t)>(context, unit, owner, message.data() + offset);
+      });
       offset += DenseShares(unit, context.size()).NumPositions(owner) * WireBytes(unit);
     }
   }

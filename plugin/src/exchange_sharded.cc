@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The sharded server: each rank is the server of its share of every unit. Traffic per rank does not grow with the
-// number of ranks.
+// The sharded server: each rank is the server of its share of every unit. Traffic per rank does not
+// grow with the number of ranks.
 #include <algorithm>
 #include <numeric>
 
-#include "exchange.h"
-#include "threshold.h"
+#include "plugin/src/exchange.h"
+#include "plugin/src/threshold.h"
 
 namespace bitopk {
 namespace {
@@ -32,8 +32,8 @@ bool CompressForOwners(StepContext& context, Bucket& bucket) {
       const std::size_t first = work.starts[owner];
       const std::size_t count = work.starts[owner + 1] - first;
       AppendPacket(Span<const std::uint32_t>(work.positions).subspan(first, count),
-                   Span<float>(work.values).subspan(first, count), positions, unit.spec.value_format,
-                   work.send[owner]);
+                   Span<float>(work.values).subspan(first, count), positions,
+                   unit.spec.value_format, work.send[owner]);
     }
   }
   work.send_views.clear();
@@ -123,13 +123,15 @@ void DecodePacket(StepContext& context, const Unit& unit, std::size_t owner, Pac
   ExchangeWorkspace& work = context.workspace;
   const std::size_t positions = unit.shares.NumPositions(owner);
   for (std::size_t first = 0; first < positions; first += kernels::kChunkPositions) {
-    const std::size_t count = packet.NextChunk(work.server.positions.data(), work.server.values.data());
+    const std::size_t count =
+        packet.NextChunk(work.server.positions.data(), work.server.values.data());
     work.positions.resize(count);
     for (std::size_t i = 0; i < count; ++i) {
       work.positions[i] =
           static_cast<std::uint32_t>(unit.shares.EntryAt(owner, first + work.server.positions[i]));
     }
-    WriteResults(context, unit, work.positions, Span<const float>(work.server.values.data(), count));
+    WriteResults(context, unit, work.positions,
+                 Span<const float>(work.server.values.data(), count));
   }
 }
 
@@ -164,8 +166,8 @@ void RunSharded(StepContext& context, Bucket& bucket, MessageTag tag) {
   {
     StageTimer timer(context.stats, Stage::kUplink);
     tag.phase = Phase::kUplink;
-    context.comm.AllToAllV(tag, work.send_views, nonfinite ? kFlagNonFinite : 0, MaxUplinkBytes(context, bucket),
-                           work.uplink);
+    context.comm.AllToAllV(tag, work.send_views, nonfinite ? kFlagNonFinite : 0,
+                           MaxUplinkBytes(context, bucket), work.uplink);
   }
   NoteFlags(context, work.uplink, /*from_gradients=*/true);
   {

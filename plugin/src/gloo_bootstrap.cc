@@ -138,7 +138,7 @@ tcp::attr BindDefault() {
 }
 
 std::string DescribeInterface(const tcp::attr& attr) {
-  const std::string address = NumericAddress(reinterpret_cast<const sockaddr*>(&attr.ai_addr));
+  std::string address = NumericAddress(reinterpret_cast<const sockaddr*>(&attr.ai_addr));
   for (const InterfaceAddress& each : ListInterfaces()) {
     if (each.address == address || (each.loopback && IsLoopback(address))) {
       return StrCat(each.name, " (", address, ")");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server.h"
+#include "plugin/src/server.h"
 
 #include <cstring>
 #include <utility>
@@ -19,8 +19,8 @@ std::size_t NextChunk(PacketReader& packet, std::size_t rank, ServerWorkspace& w
 
 }  // namespace
 
-void Server::Add(std::vector<PacketReader>& packets, const Aggregation& aggregation, bool keeps_everything,
-                 ServerWorkspace& workspace) {
+void Server::Add(std::vector<PacketReader>& packets, const Aggregation& aggregation,
+                 bool keeps_everything, ServerWorkspace& workspace) {
   uses_memory_ = has_memory_ && (!memory_.empty() || !keeps_everything);
   union_positions_.clear();
   union_values_.clear();
@@ -33,9 +33,10 @@ void Server::Add(std::vector<PacketReader>& packets, const Aggregation& aggregat
   }
 }
 
-// Sums go to a tile of one chunk, so that random writes stay in the cache; only touched entries are read back and cleared.
-void Server::AddChunk(std::size_t first, std::vector<PacketReader>& packets, float divisor, bool to_memory,
-                      ServerWorkspace& workspace) {
+// Sums go to a tile of one chunk, so that random writes stay in the cache; only touched entries are
+// read back and cleared.
+void Server::AddChunk(std::size_t first, std::vector<PacketReader>& packets, float divisor,
+                      bool to_memory, ServerWorkspace& workspace) {
   float* const sums = workspace.sums.data();
   std::uint64_t* const touched = workspace.touched.data();
   for (std::size_t rank = 0; rank < packets.size(); ++rank) {
@@ -65,7 +66,8 @@ void Server::AddChunk(std::size_t first, std::vector<PacketReader>& packets, flo
   }
 }
 
-// Multiplying may turn a tiny negative entry into -0; adding +0 makes it the +0 that memory * factor + s is.
+// Multiplying may turn a tiny negative entry into -0; adding +0 makes it the +0 that memory *
+// factor + s is.
 void Server::ScaleMemory(float factor) {
   if (factor == 1.0F) return;
   if (backup_.empty()) backup_ = MemoryBuffer(num_positions_);
@@ -111,7 +113,8 @@ void Server::Rollback() {
   if (backup_valid_) {
     std::swap(memory_, backup_);
   } else {
-    for (std::size_t i = log_positions_.size(); i-- > 0;) memory_.data()[log_positions_[i]] = log_values_[i];
+    for (std::size_t i = log_positions_.size(); i-- > 0;)
+      memory_.data()[log_positions_[i]] = log_values_[i];
   }
   Commit();
 }
@@ -123,9 +126,11 @@ Span<const float> Server::Drain(float memory_factor) {
   backup_valid_ = true;
   std::memset(memory_.data(), 0, num_positions_ * sizeof(float));
   if (memory_factor != 1.0F) {
-    // The backup must stay as it was for a rollback, so scale into candidate storage, which this step does not use.
+    // The backup must stay as it was for a rollback, so scale into candidate storage, which this
+    // step does not use.
     candidate_values_.resize(num_positions_);
-    for (std::size_t i = 0; i < num_positions_; ++i) candidate_values_[i] = backup_.data()[i] * memory_factor;
+    for (std::size_t i = 0; i < num_positions_; ++i)
+      candidate_values_[i] = backup_.data()[i] * memory_factor;
     return candidate_values_;
   }
   return backup_.span();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "share_map.h"
+#include "plugin/src/share_map.h"
 
 #include <algorithm>
 
@@ -53,7 +53,8 @@ void ShareMap::Split(Span<const std::uint32_t> entries, Span<const float> values
   if (!dealt_) {
     std::copy(entries.begin(), entries.end(), positions.begin());
     std::copy(values.begin(), values.end(), split_values.begin());
-    std::fill(starts.begin() + static_cast<std::ptrdiff_t>(first_owner_) + 1, starts.end(), entries.size());
+    std::fill(starts.begin() + static_cast<std::ptrdiff_t>(first_owner_) + 1, starts.end(),
+              entries.size());
     return;
   }
   for (const std::uint32_t entry : entries) ++starts[OwnerOfBlock(entry / kDealtBlock) + 1];
@@ -61,7 +62,8 @@ void ShareMap::Split(Span<const std::uint32_t> entries, Span<const float> values
   for (std::size_t i = 0; i < entries.size(); ++i) {
     const std::size_t block = entries[i] / kDealtBlock;
     const std::size_t at = starts[OwnerOfBlock(block)]++;
-    positions[at] = static_cast<std::uint32_t>(block / num_owners_ * kDealtBlock + entries[i] % kDealtBlock);
+    positions[at] =
+        static_cast<std::uint32_t>(block / num_owners_ * kDealtBlock + entries[i] % kDealtBlock);
     split_values[at] = values[i];
   }
   // Each start has moved to the next owner's start: shift back.

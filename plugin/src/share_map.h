@@ -11,18 +11,21 @@
 
 namespace bitopk {
 
-/// Entries dealt to owners together. Small, so that a layer with large gradients does not fall to one owner.
+/// Entries dealt to owners together. Small, so that a layer with large gradients does not fall to
+/// one owner.
 inline constexpr std::size_t kDealtBlock = 1024;
 
 /// The layout of one unit of `num_entries` over `num_owners` shares. Immutable; thread-safe.
 class ShareMap {
  public:
   ShareMap() = default;
-  /// Every rank holds the whole unit in a share of its own (the simulated server): one owner, number 0.
+  /// Every rank holds the whole unit in a share of its own (the simulated server): one owner,
+  /// number 0.
   static ShareMap Replicated(std::size_t num_entries);
   /// All entries belong to `owner`.
   static ShareMap Whole(std::size_t num_entries, std::size_t num_owners, std::size_t owner);
-  /// Blocks of kDealtBlock entries are dealt to the owners in turn; owner `first_owner` gets block 0.
+  /// Blocks of kDealtBlock entries are dealt to the owners in turn; owner `first_owner` gets block
+  /// 0.
   static ShareMap Dealt(std::size_t num_entries, std::size_t num_owners, std::size_t first_owner);
 
   std::size_t num_owners() const { return num_owners_; }
@@ -35,12 +38,15 @@ class ShareMap {
   /// The unit's entry at `position` of the share of `owner`. Ascending in `position`.
   std::size_t EntryAt(std::size_t owner, std::size_t position) const;
 
-  /// Sorts the ascending list `entries` (shape [k]) by owner: writes positions and values, owner after owner, and the start of
-  /// each owner's part to `starts` (shape [num_owners + 1]). Positions ascend within a part.
-  void Split(Span<const std::uint32_t> entries, Span<const float> values, std::vector<std::uint32_t>& positions,
-             std::vector<float>& split_values, std::vector<std::size_t>& starts) const;
+  /// Sorts the ascending list `entries` (shape [k]) by owner: writes positions and values, owner
+  /// after owner, and the start of each owner's part to `starts` (shape [num_owners + 1]).
+  /// Positions ascend within a part.
+  void Split(Span<const std::uint32_t> entries, Span<const float> values,
+             std::vector<std::uint32_t>& positions, std::vector<float>& split_values,
+             std::vector<std::size_t>& starts) const;
 
-  /// Calls f(first entry in the unit, first position in the share, count) for each contiguous piece of a share.
+  /// Calls f(first entry in the unit, first position in the share, count) for each contiguous piece
+  /// of a share.
   template <typename F>
   void ForEachPiece(std::size_t owner, F f) const {
     const std::size_t positions = NumPositions(owner);

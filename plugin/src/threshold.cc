@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "threshold.h"
+#include "plugin/src/threshold.h"
 
 #include <algorithm>
 
@@ -52,7 +52,9 @@ void DigestKeys(ThresholdQuery& query, const std::uint64_t* bins) {
     }
     const bool whole_bin = bins[bin] == query.wanted;
     if (whole_bin) {  // everything from the lower edge of this bin on is kept
-      query.key = static_cast<std::int32_t>(query.low + (static_cast<std::uint64_t>(bin) << query.shift)) - 1;
+      query.key =
+          static_cast<std::int32_t>(query.low + (static_cast<std::uint64_t>(bin) << query.shift)) -
+          1;
       query.done = true;
     } else if (query.shift == 0) {
       query.low += bin;
@@ -85,8 +87,8 @@ void DigestTies(ThresholdQuery& query, const std::uint64_t* bins) {
 
 }  // namespace
 
-void AgreeOnThresholds(Communicator& comm, const MessageTag& tag, std::vector<ThresholdQuery>& queries,
-                       std::vector<std::uint64_t>& counts) {
+void AgreeOnThresholds(Communicator& comm, const MessageTag& tag,
+                       std::vector<ThresholdQuery>& queries, std::vector<std::uint64_t>& counts) {
   const auto owner = static_cast<std::size_t>(comm.rank());
   for (ThresholdQuery& query : queries) {
     query.shift = kKeyBits - kBinBits;
@@ -113,7 +115,8 @@ void AgreeOnThresholds(Communicator& comm, const MessageTag& tag, std::vector<Th
   }
 }
 
-void KeptCandidates(const ThresholdQuery& query, std::size_t owner, std::vector<std::uint32_t>& kept) {
+void KeptCandidates(const ThresholdQuery& query, std::size_t owner,
+                    std::vector<std::uint32_t>& kept) {
   kept.clear();
   for (std::size_t i = 0; i < query.values.size(); ++i) {
     const std::int32_t key = kernels::MagnitudeKey(query.values[i]);

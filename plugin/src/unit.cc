@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "unit.h"
+#include "plugin/src/unit.h"
 
 #include <fnmatch.h>
 
@@ -13,7 +13,8 @@
 namespace bitopk {
 namespace {
 
-// Below this many bytes received per rank, two messages cost less than the rounds of the sharded exchange.
+// Below this many bytes received per rank, two messages cost less than the rounds of the sharded
+// exchange.
 constexpr double kAllgatherUpToBytes = 64.0 * 1024;
 // Index and value of an entry at a density of about 0.01.
 constexpr double kBytesPerEntry = 5.1;
@@ -31,8 +32,8 @@ const CompressionSpec& SpecOf(const Config& config, int rule) {
 }
 
 bool TravelsDense(const TensorSpec& tensor, const CompressionSpec& spec) {
-  return spec.method == Method::kDense || tensor.dtype != DType::kFloat32 || tensor.num_entries == 0 ||
-         tensor.num_entries < spec.dense_below;
+  return spec.method == Method::kDense || tensor.dtype != DType::kFloat32 ||
+         tensor.num_entries == 0 || tensor.num_entries < spec.dense_below;
 }
 
 void Append(Unit& unit, std::size_t number, const TensorSpec& tensor) {
@@ -51,7 +52,8 @@ PredictedBytes Predict(const Unit& unit, int world_size) {
   const double peers = world_size - 1;
   const double up = static_cast<double>(unit.k_up) * kBytesPerEntry;
   const double down = unit.unidirectional()
-                          ? std::min(static_cast<double>(unit.num_entries), world_size * static_cast<double>(unit.k_up)) *
+                          ? std::min(static_cast<double>(unit.num_entries),
+                                     world_size * static_cast<double>(unit.k_up)) *
                                 kBytesPerEntry
                           : static_cast<double>(unit.k_down) * kBytesPerEntry;
   return {peers * up, (up + down) * peers / world_size,
@@ -66,11 +68,13 @@ void ChooseExchange(Unit& unit, const std::string& name, int world_size, Plan& p
   if (unit.exchange == ExchangeKind::kAuto) {
     const bool few = bytes.allgather <= kAllgatherUpToBytes || bytes.allgather <= bytes.sharded;
     unit.exchange = few ? ExchangeKind::kAllgather : ExchangeKind::kSharded;
-    plan.decisions.push_back(internal::StrCat(
-        "unit \"", name, "\" (", unit.num_entries, " entries, k=", unit.k_up, " up, ", unit.k_down, " down): ",
-        ExchangeName(unit.exchange), ", predicted bytes sent per rank and step: allgather ",
-        static_cast<std::uint64_t>(bytes.allgather), ", sharded ", static_cast<std::uint64_t>(bytes.sharded),
-        ", dense ", static_cast<std::uint64_t>(bytes.dense)));
+    plan.decisions.push_back(
+        internal::StrCat("unit \"", name, "\" (", unit.num_entries, " entries, k=", unit.k_up,
+                         " up, ", unit.k_down, " down): ", ExchangeName(unit.exchange),
+                         ", predicted bytes sent per rank and step: allgather ",
+                         static_cast<std::uint64_t>(bytes.allgather), ", sharded ",
+                         static_cast<std::uint64_t>(bytes.sharded), ", dense ",
+                         static_cast<std::uint64_t>(bytes.dense)));
   }
   const double chosen = unit.exchange == ExchangeKind::kAllgather ? bytes.allgather : bytes.sharded;
   if (world_size == 1 || chosen < bytes.dense) return;
@@ -78,9 +82,10 @@ void ChooseExchange(Unit& unit, const std::string& name, int world_size, Plan& p
     unit.exchange = ExchangeKind::kDense;
     plan.decisions.push_back("unit \"" + name + "\": dense instead, which sends fewer bytes");
   } else {
-    plan.warnings.push_back("unit \"" + name +
-                            "\": compression sends more bytes than a dense allreduce would; lower the density or "
-                            "use dense_fallback=True");
+    plan.warnings.push_back(
+        "unit \"" + name +
+        "\": compression sends more bytes than a dense allreduce would; lower the density or "
+        "use dense_fallback=True");
   }
 }
 
@@ -92,7 +97,8 @@ void AddCompressedUnit(Unit unit, const std::string& name, int rank, int world_s
   ChooseExchange(unit, name, world_size, plan);
   if (unit.exchange == ExchangeKind::kAllgather) {
     unit.shares = ShareMap::Replicated(unit.num_entries);
-  } else if (unit.exchange == ExchangeKind::kSharded && std::max(unit.k_up, unit.k_down) < kWholeBelowEntries) {
+  } else if (unit.exchange == ExchangeKind::kSharded &&
+             std::max(unit.k_up, unit.k_down) < kWholeBelowEntries) {
     unit.shares = ShareMap::Whole(unit.num_entries, owners, number);
   } else {
     unit.shares = ShareMap::Dealt(unit.num_entries, owners, number);
@@ -105,8 +111,8 @@ void AddCompressedUnit(Unit unit, const std::string& name, int rank, int world_s
 }
 
 // Dense tensors of one type and format, fused up to the size of a message.
-void AddDenseUnits(const std::vector<TensorSpec>& tensors, const std::vector<int>& rules, const Config& config,
-                   int world_size, Plan& plan) {
+void AddDenseUnits(const std::vector<TensorSpec>& tensors, const std::vector<int>& rules,
+                   const Config& config, int world_size, Plan& plan) {
   std::map<std::pair<DType, kernels::ValueFormat>, Unit> open;
   const auto close = [&](Unit& unit) {
     const std::size_t number = plan.units.size();
@@ -118,12 +124,15 @@ void AddDenseUnits(const std::vector<TensorSpec>& tensors, const std::vector<int
   for (std::size_t i = tensors.size(); i-- > 0;) {
     const CompressionSpec& spec = SpecOf(config, rules[i]);
     if (!TravelsDense(tensors[i], spec)) continue;
-    // Only the dense method narrows what travels dense: under topK there is no memory for the rounding error.
+    // Only the dense method narrows what travels dense: under topK there is no memory for the
+    // rounding error.
     const bool narrow = spec.method == Method::kDense && tensors[i].dtype == DType::kFloat32;
     const auto format = narrow ? spec.value_format : kernels::ValueFormat::kFloat32;
     Unit& unit = open[{tensors[i].dtype, format}];
     const std::size_t bytes = DTypeBytes(tensors[i].dtype);
-    if (!unit.tensors.empty() && (unit.num_entries + tensors[i].num_entries) * bytes > config.bucket_bytes) close(unit);
+    if (!unit.tensors.empty() &&
+        (unit.num_entries + tensors[i].num_entries) * bytes > config.bucket_bytes)
+      close(unit);
     unit.dtype = tensors[i].dtype;
     unit.spec.method = Method::kDense;
     unit.spec.value_format = format;
@@ -135,11 +144,13 @@ void AddDenseUnits(const std::vector<TensorSpec>& tensors, const std::vector<int
 }
 
 bool SameMessage(const Unit& a, const Unit& b) {
-  return a.compressed == b.compressed && a.exchange == b.exchange && a.spec.start_step == b.spec.start_step;
+  return a.compressed == b.compressed && a.exchange == b.exchange &&
+         a.spec.start_step == b.spec.start_step;
 }
 
-// Packs units into messages of at most bucket_bytes (or one unit). Gradients appear last registered first, so a unit is
-// complete with its first registered tensor: one that spans the model must not hold up those that are ready before.
+// Packs units into messages of at most bucket_bytes (or one unit). Gradients appear last registered
+// first, so a unit is complete with its first registered tensor: one that spans the model must not
+// hold up those that are ready before.
 void FillBuckets(const std::vector<TensorSpec>& tensors, std::size_t bucket_bytes, Plan& plan) {
   std::vector<std::size_t> order;
   std::vector<bool> placed(plan.units.size(), false);
@@ -158,7 +169,8 @@ void FillBuckets(const std::vector<TensorSpec>& tensors, std::size_t bucket_byte
     if (!fits) plan.buckets.emplace_back();
     plan.buckets.back().units.push_back(number);
     plan.buckets.back().dense_bytes += bytes;
-    for (const UnitTensor& part : unit.tensors) plan.bucket_of_tensor[part.tensor] = plan.buckets.size() - 1;
+    for (const UnitTensor& part : unit.tensors)
+      plan.bucket_of_tensor[part.tensor] = plan.buckets.size() - 1;
   }
 }
 
@@ -169,7 +181,8 @@ void SetEntriesToKeep(Unit& unit) {
   unit.k_down = unit.spec.down.EntriesOf(unit.num_entries);
 }
 
-Plan MakePlan(const std::vector<TensorSpec>& tensors, const Config& config, int rank, int world_size) {
+Plan MakePlan(const std::vector<TensorSpec>& tensors, const Config& config, int rank,
+              int world_size) {
   Plan plan;
   plan.bucket_of_tensor.resize(tensors.size());
   plan.unit_of_tensor.resize(tensors.size());
@@ -181,8 +194,9 @@ Plan MakePlan(const std::vector<TensorSpec>& tensors, const Config& config, int 
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     const CompressionSpec& spec = SpecOf(config, rules[i]);
     if (TravelsDense(tensors[i], spec)) continue;
-    BITOPK_CHECK_ARG(tensors[i].num_entries <= (std::uint64_t{1} << 32), "tensor \"", tensors[i].name,
-                     "\": at most 2^32 entries can be compressed as one unit; got ", tensors[i].num_entries);
+    BITOPK_CHECK_ARG(
+        tensors[i].num_entries <= (std::uint64_t{1} << 32), "tensor \"", tensors[i].name,
+        "\": at most 2^32 entries can be compressed as one unit; got ", tensors[i].num_entries);
     if (spec.scope == Scope::kGlobal) {
       Append(global_units[rules[i]], i, tensors[i]);
       continue;
@@ -195,10 +209,12 @@ Plan MakePlan(const std::vector<TensorSpec>& tensors, const Config& config, int 
   }
   for (auto& [rule, unit] : global_units) {
     BITOPK_CHECK_ARG(unit.num_entries <= (std::uint64_t{1} << 32),
-                     "scope \"global\": at most 2^32 entries can be compressed as one unit; got ", unit.num_entries);
+                     "scope \"global\": at most 2^32 entries can be compressed as one unit; got ",
+                     unit.num_entries);
     unit.spec = SpecOf(config, rule);
     unit.from_rule = rule >= 0;
-    units.emplace_back(std::move(unit), rule < 0 ? "global" : config.rules[static_cast<std::size_t>(rule)].pattern);
+    units.emplace_back(std::move(unit),
+                       rule < 0 ? "global" : config.rules[static_cast<std::size_t>(rule)].pattern);
   }
   for (auto& [unit, name] : units) AddCompressedUnit(std::move(unit), name, rank, world_size, plan);
   AddDenseUnits(tensors, rules, config, world_size, plan);
@@ -206,7 +222,8 @@ Plan MakePlan(const std::vector<TensorSpec>& tensors, const Config& config, int 
   return plan;
 }
 
-std::uint64_t BucketDigest(const Plan& plan, const Bucket& bucket, std::uint64_t schedule_step, Op op, double scale) {
+std::uint64_t BucketDigest(const Plan& plan, const Bucket& bucket, std::uint64_t schedule_step,
+                           Op op, double scale) {
   std::uint64_t hash = HashBytes(&scale, sizeof scale, HashBytes(&op, sizeof op));
   for (const std::size_t number : bucket.units) {
     const Unit& unit = plan.units[number];
@@ -227,7 +244,8 @@ void GradientSegments(const Unit& unit, const std::vector<TensorSubmission>& sub
                       std::vector<kernels::GradientSegment>& segments) {
   segments.clear();
   for (const UnitTensor& part : unit.tensors) {
-    segments.push_back({static_cast<const float*>(submissions[part.tensor].gradient), part.num_entries});
+    segments.push_back(
+        {static_cast<const float*>(submissions[part.tensor].gradient), part.num_entries});
   }
 }
 

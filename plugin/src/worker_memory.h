@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a rank has not sent of one unit: m in [ZDL22]. A step writes the new memory beside the old one; commit swaps
-// them, rollback forgets the new one.
+// What a rank has not sent of one unit: m in [ZDL22]. A step writes the new memory beside the old
+// one; commit swaps them, rollback forgets the new one.
 #pragma once
 
 #include <cstddef>
 #include <utility>
 
-#include "memory_buffer.h"
+#include "plugin/src/memory_buffer.h"
 
 namespace bitopk {
 
-/// Two buffers of the unit's size, allocated at the first step that needs them (until then the memory is zero). One
-/// thread at a time.
+/// Two buffers of the unit's size, allocated at the first step that needs them (until then the
+/// memory is zero). One thread at a time.
 class WorkerMemory {
  public:
   WorkerMemory() = default;
@@ -30,7 +30,8 @@ class WorkerMemory {
   }
   void Rollback() { written_ = false; }
 
-  /// The memory as it stands after the last step that was not rolled back; empty while it was never used (zero).
+  /// The memory as it stands after the last step that was not rolled back; empty while it was never
+  /// used (zero).
   Span<const float> view() const { return (written_ ? next_ : current_).span(); }
   bool in_use() const { return !current_.empty(); }
 

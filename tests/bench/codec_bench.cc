@@ -48,7 +48,7 @@ void CountTime(benchmark::State& state, std::size_t num_entries) {
 }
 
 void CountBits(benchmark::State& state, std::size_t num_indices, std::size_t num_bytes) {
-  const double k = static_cast<double>(num_indices);
+  const auto k = static_cast<double>(num_indices);
   const double p = k / kPositions;
   state.counters["bits"] = 8 * static_cast<double>(num_bytes) / k;
   state.counters["entropy_bits"] = -(std::log2(p) + (1 - p) / p * std::log2(1 - p));

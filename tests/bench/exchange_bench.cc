@@ -135,7 +135,7 @@ void BM_Exchange(benchmark::State& state, ExchangeKind exchange) {
                                  static_cast<double>(state.iterations());
 }
 
-const bool registered = [] {
+const bool kRegistered = [] {
   for (const ExchangeKind exchange :
        {ExchangeKind::kDense, ExchangeKind::kAllgather, ExchangeKind::kSharded}) {
     const std::string name = std::string("BM_Exchange/") + ExchangeName(exchange);

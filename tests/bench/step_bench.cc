@@ -38,7 +38,7 @@ double Median(std::vector<double> values) {
 }
 
 // The baseline uses the widest vectors too, so that it is no straw man.
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(__clang__)
 __attribute__((target_clones("avx512f", "avx2", "default"), noinline))
 #endif
 void Add(float* sum, const float* gradient, std::size_t n) {
@@ -150,7 +150,7 @@ void Register(const char* name, Data data, kernels::Isa isa,
   }
 }
 
-const bool registered = [] {
+const bool kRegistered = [] {
   for (const kernels::Isa isa : kernels::SupportedIsas())
     Register("normal", Data::kNormal, isa, {100000, 1000000, 25000000});
   const kernels::Isa best = kernels::BestIsa();

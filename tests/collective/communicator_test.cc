@@ -563,7 +563,7 @@ TEST(GlooBootstrap, RefusesAddressesOfAnotherWorld) {
   GlooBootstrap first(0, 2, Loopback());
   GlooBootstrap second(1, 2, Loopback());
   GlooBootstrap other(1, 3, Loopback());
-  const auto a = first.address();
+  const auto& a = first.address();
   const auto b = second.address();
   EXPECT_THROW(first.Connect({a}), InvalidArgumentError);
   EXPECT_THROW(first.Connect({b, a}), InvalidArgumentError);

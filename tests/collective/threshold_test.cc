@@ -99,8 +99,8 @@ std::vector<Case> Cases(const std::string& name, const std::vector<float>& unit)
   const auto zeros = static_cast<std::size_t>(std::count(unit.begin(), unit.end(), 0.0F));
   const std::size_t nonzero = unit.size() - zeros;
   std::vector<Case> cases;
-  for (const std::size_t k : {std::size_t{1}, std::size_t{2}, nonzero / 3, nonzero / 2,
-                              nonzero - 1, nonzero, nonzero + 1, unit.size() + 7}) {
+  for (const std::size_t k : {std::size_t{1}, std::size_t{2}, nonzero / 3, nonzero / 2, nonzero - 1,
+                              nonzero, nonzero + 1, unit.size() + 7}) {
     if (k >= 1) cases.push_back({name, unit, k});
   }
   return cases;
@@ -144,7 +144,8 @@ TEST_P(ThresholdTest, TellsNeighbouringKeysApart) {
 
 TEST_P(ThresholdTest, RanksNanAboveInf) {
   std::vector<float> unit = RandomValues(6, 9000, Values::kNormal);
-  for (std::size_t i = 0; i < unit.size(); i += 7) unit[i] = -std::numeric_limits<float>::infinity();
+  for (std::size_t i = 0; i < unit.size(); i += 7)
+    unit[i] = -std::numeric_limits<float>::infinity();
   for (std::size_t i = 3; i < unit.size(); i += 70) unit[i] = std::nanf("1");
   Expect("NaN and Inf", unit);
   Expect("all NaN", std::vector<float>(3000, std::nanf("")));

@@ -44,7 +44,8 @@ class ForwardingCommunicator : public Communicator {
   Communicator* inner_;
 };
 
-/// Adds up what it is asked to send, headers by the formulas of communicator.h, to a count that outlives it.
+/// Adds up what it is asked to send, headers by the formulas of communicator.h, to a count that
+/// outlives it.
 class CountingCommunicator final : public ForwardingCommunicator {
  public:
   CountingCommunicator(Communicator& inner, std::uint64_t* count)

@@ -65,9 +65,8 @@ inline std::uint32_t SortKey(float value) {
 inline std::vector<std::uint32_t> SortedTopK(const std::vector<float>& x, std::size_t k) {
   std::vector<std::uint32_t> order(x.size());
   std::iota(order.begin(), order.end(), 0U);
-  std::stable_sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) {
-    return SortKey(x[a]) > SortKey(x[b]);
-  });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::uint32_t a, std::uint32_t b) { return SortKey(x[a]) > SortKey(x[b]); });
   order.resize(std::min(k, order.size()));
   while (!order.empty() && SortKey(x[order.back()]) == 0) order.pop_back();
   std::sort(order.begin(), order.end());

@@ -241,8 +241,8 @@ TEST(Plan, AWholeModelIsOneMessageIfItFits) {
   EXPECT_THAT(plan.buckets, SizeIs(1));
 }
 
-// Gradients appear from the last registered tensor to the first: a message is launched no later than
-// those that backward completes after it.
+// Gradients appear from the last registered tensor to the first: a message is launched no later
+// than those that backward completes after it.
 TEST(Plan, BucketsAreLaunchedInTheOrderInWhichBackwardCompletesThem) {
   Config config = MixedConfig();
   config.bucket_bytes = 20000;
@@ -345,9 +345,10 @@ TEST(Plan, AutoIsResolvedTheSameWayOnEveryRankAndSaysWhy) {
     const Plan plan = MakePlan(tensors, ConfigOf(spec), rank, 8);
     EXPECT_EQ(UnitOf(plan, 0).exchange, ExchangeKind::kAllgather);
     EXPECT_EQ(UnitOf(plan, 1).exchange, ExchangeKind::kSharded);
-    EXPECT_THAT(plan.decisions,
-                ElementsAre(HasSubstr("\"few\" (5000 entries, k=50 up, 50 down): allgather"),
-                            HasSubstr("\"many\" (5000000 entries, k=50000 up, 50000 down): sharded")));
+    EXPECT_THAT(
+        plan.decisions,
+        ElementsAre(HasSubstr("\"few\" (5000 entries, k=50 up, 50 down): allgather"),
+                    HasSubstr("\"many\" (5000000 entries, k=50000 up, 50000 down): sharded")));
   }
 }
 

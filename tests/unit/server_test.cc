@@ -18,10 +18,10 @@ namespace {
 
 using kernels::ValueFormat;
 using testing::BitsOf;
+using ::testing::HasSubstr;
 using testing::RandomValues;
 using testing::SortedTopK;
 using testing::Values;
-using ::testing::HasSubstr;
 
 constexpr std::size_t kSizes[] = {1, 65536, 65537, 200000};
 
@@ -201,8 +201,7 @@ TEST(Server, LeavesTheWorkspaceClean) {
     Server server(num_positions, false);
     Step(server, workspace, MakeUplink(1, 3, num_positions), {}, num_positions, 10);
     EXPECT_EQ(workspace.sums, std::vector<float>(kernels::kChunkPositions, 0.0F));
-    EXPECT_EQ(workspace.touched,
-              std::vector<std::uint64_t>(kernels::kChunkPositions / 64, 0));
+    EXPECT_EQ(workspace.touched, std::vector<std::uint64_t>(kernels::kChunkPositions / 64, 0));
   }
 }
 

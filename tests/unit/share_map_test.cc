@@ -37,7 +37,8 @@ void ForEachLayout(F f) {
   for (const std::size_t num_entries : kSizes) {
     for (std::size_t num_owners = 1; num_owners <= 9; ++num_owners) {
       for (const Layout& layout : LayoutsOf(num_entries, num_owners)) {
-        SCOPED_TRACE(internal::StrCat(num_entries, " entries, ", num_owners, " owners, ", layout.name));
+        SCOPED_TRACE(
+            internal::StrCat(num_entries, " entries, ", num_owners, " owners, ", layout.name));
         f(layout.map);
       }
     }

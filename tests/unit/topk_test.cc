@@ -25,11 +25,20 @@ std::vector<std::uint32_t> Bits(Span<const float> values) {
 }
 
 enum class Data {
-  kNormal, kAllEqual, kAllZero, kFewValues, kAscending, kDescending, kMostlyZero, kLayered, kNanAndInf, kDenormal,
+  kNormal,
+  kAllEqual,
+  kAllZero,
+  kFewValues,
+  kAscending,
+  kDescending,
+  kMostlyZero,
+  kLayered,
+  kNanAndInf,
+  kDenormal,
 };
-constexpr Data kAllData[] = {Data::kNormal,    Data::kAllEqual,   Data::kAllZero, Data::kFewValues,
-                             Data::kAscending, Data::kDescending, Data::kMostlyZero, Data::kLayered,
-                             Data::kNanAndInf, Data::kDenormal};
+constexpr Data kAllData[] = {
+    Data::kNormal,     Data::kAllEqual,   Data::kAllZero, Data::kFewValues, Data::kAscending,
+    Data::kDescending, Data::kMostlyZero, Data::kLayered, Data::kNanAndInf, Data::kDenormal};
 
 std::vector<float> Make(Data data, std::size_t n, unsigned seed) {
   std::mt19937 random(seed);
@@ -38,20 +47,38 @@ std::vector<float> Make(Data data, std::size_t n, unsigned seed) {
   for (std::size_t i = 0; i < n; ++i) {
     const float g = normal(random);
     switch (data) {
-      case Data::kNormal: x[i] = g; break;
-      case Data::kAllEqual: x[i] = (random() & 1) != 0 ? 2.5F : -2.5F; break;
-      case Data::kAllZero: x[i] = (random() & 1) != 0 ? 0.0F : -0.0F; break;
-      case Data::kFewValues: x[i] = static_cast<float>(static_cast<int>(random() % 8) - 4); break;
-      case Data::kAscending: x[i] = static_cast<float>(i + 1) * 1e-3F; break;
-      case Data::kDescending: x[i] = static_cast<float>(n - i) * -1e-3F; break;
-      case Data::kMostlyZero: x[i] = random() % 2000 == 0 ? g : 0.0F; break;
-      case Data::kLayered: x[i] = g * std::pow(100.0F, static_cast<float>(i * 5 / n) - 2.0F); break;
+      case Data::kNormal:
+        x[i] = g;
+        break;
+      case Data::kAllEqual:
+        x[i] = (random() & 1) != 0 ? 2.5F : -2.5F;
+        break;
+      case Data::kAllZero:
+        x[i] = (random() & 1) != 0 ? 0.0F : -0.0F;
+        break;
+      case Data::kFewValues:
+        x[i] = static_cast<float>(static_cast<int>(random() % 8) - 4);
+        break;
+      case Data::kAscending:
+        x[i] = static_cast<float>(i + 1) * 1e-3F;
+        break;
+      case Data::kDescending:
+        x[i] = static_cast<float>(n - i) * -1e-3F;
+        break;
+      case Data::kMostlyZero:
+        x[i] = random() % 2000 == 0 ? g : 0.0F;
+        break;
+      case Data::kLayered:
+        x[i] = g * std::pow(100.0F, static_cast<float>(i * 5 / n) - 2.0F);
+        break;
       case Data::kNanAndInf:
         x[i] = g;
         if (random() % 50 == 0) x[i] = std::numeric_limits<float>::infinity();
         if (random() % 50 == 0) x[i] = -std::numeric_limits<float>::quiet_NaN();
         break;
-      case Data::kDenormal: x[i] = g * 1e-41F; break;
+      case Data::kDenormal:
+        x[i] = g * 1e-41F;
+        break;
     }
   }
   return x;
@@ -72,10 +99,18 @@ class TopK : public testing::TestWithParam<Isa> {
 TEST_P(TopK, RunsTheVariantThatWasAskedFor) {
   const std::string compiled = workspace_.compiled_for();
   switch (GetParam()) {
-    case Isa::kScalar: EXPECT_EQ(compiled, "scalar"); break;
-    case Isa::kNeon: EXPECT_EQ(compiled, "NEON"); break;
-    case Isa::kAvx2: EXPECT_EQ(compiled, "AVX2"); break;
-    case Isa::kAvx512: EXPECT_EQ(compiled, "AVX3"); break;
+    case Isa::kScalar:
+      EXPECT_EQ(compiled, "scalar");
+      break;
+    case Isa::kNeon:
+      EXPECT_EQ(compiled, "NEON");
+      break;
+    case Isa::kAvx2:
+      EXPECT_EQ(compiled, "AVX2");
+      break;
+    case Isa::kAvx512:
+      EXPECT_EQ(compiled, "AVX3");
+      break;
   }
 }
 
@@ -86,11 +121,12 @@ TEST_P(TopK, SelectsWhatAFullSortSelects) {
       for (const std::size_t k : Counts(n)) {
         for (const bool nonzero : {false, true}) {
           const auto expected = reference::SelectTopK(x, k, nonzero);
-          const auto got =
-              nonzero ? SelectNonzeroTopK(Span<const float>(x), k, workspace_) : SelectTopK(x, k, workspace_);
+          const auto got = nonzero ? SelectNonzeroTopK(Span<const float>(x), k, workspace_)
+                                   : SelectTopK(x, k, workspace_);
           const std::vector<std::uint32_t> indices(got.indices.begin(), got.indices.end());
           ASSERT_EQ(indices, expected.indices) << "n=" << n << " k=" << k << " data=" << int(data);
-          ASSERT_EQ(Bits(Span<float>(got.values)), Bits(expected.values)) << "n=" << n << " k=" << k;
+          ASSERT_EQ(Bits(Span<float>(got.values)), Bits(expected.values))
+              << "n=" << n << " k=" << k;
         }
       }
     }
@@ -123,19 +159,24 @@ TEST_P(TopK, FusedStepEqualsTheFormula) {
           std::size_t start = 0;
           for (const auto& piece : pieces) {
             if (piece.gradient == nullptr) {
-              std::fill_n(dense.begin() + static_cast<std::ptrdiff_t>(start), piece.num_entries, 0.0F);
+              std::fill_n(dense.begin() + static_cast<std::ptrdiff_t>(start), piece.num_entries,
+                          0.0F);
             }
             start += piece.num_entries;
           }
           for (const std::size_t k : Counts(n)) {
             std::vector<float> expected_memory(n);
             std::vector<float> new_memory(n, 77.0F);
-            const auto expected = reference::CompressTopK(dense.data(), memory, factor, k, expected_memory);
-            const auto got = CompressTopK(pieces, memory.data(), factor, k, new_memory.data(), workspace_);
+            const auto expected =
+                reference::CompressTopK(dense.data(), memory, factor, k, expected_memory);
+            const auto got =
+                CompressTopK(pieces, memory.data(), factor, k, new_memory.data(), workspace_);
             const std::vector<std::uint32_t> indices(got.indices.begin(), got.indices.end());
-            ASSERT_EQ(indices, expected.indices) << "n=" << n << " k=" << k << " data=" << int(data);
+            ASSERT_EQ(indices, expected.indices)
+                << "n=" << n << " k=" << k << " data=" << int(data);
             ASSERT_EQ(Bits(Span<float>(got.values)), Bits(expected.values));
-            ASSERT_EQ(Bits(new_memory), Bits(expected_memory)) << "n=" << n << " k=" << k << " data=" << int(data);
+            ASSERT_EQ(Bits(new_memory), Bits(expected_memory))
+                << "n=" << n << " k=" << k << " data=" << int(data);
           }
         }
       }
@@ -143,8 +184,8 @@ TEST_P(TopK, FusedStepEqualsTheFormula) {
   }
 }
 
-// The estimate samples runs at multiples of n / runs. Data that is large only there makes it far too high; data that is
-// small only there makes it far too low.
+// The estimate samples runs at multiples of n / runs. Data that is large only there makes it far
+// too high; data that is small only there makes it far too low.
 TEST_P(TopK, SurvivesAnEstimateThatIsWrongBothWays) {
   const std::size_t n = 300007;
   const std::size_t runs = std::max<std::size_t>(4096, n / 16) / 64;
@@ -160,13 +201,15 @@ TEST_P(TopK, SurvivesAnEstimateThatIsWrongBothWays) {
       const GradientSegment piece{gradient.data(), n};
       for (const std::size_t k : {std::size_t{3}, std::size_t{3000}, n / 10, n / 3}) {
         std::vector<float> expected_memory(n);
-        const auto expected = reference::CompressTopK(gradient.data(), memory, 1.0F, k, expected_memory);
+        const auto expected =
+            reference::CompressTopK(gradient.data(), memory, 1.0F, k, expected_memory);
         const auto got = CompressTopK({&piece, 1}, memory.data(), 1.0F, k, out, workspace_);
         const std::vector<std::uint32_t> indices(got.indices.begin(), got.indices.end());
         ASSERT_EQ(indices, expected.indices) << "k=" << k;
         ASSERT_EQ(Bits(Span<float>(out, n)), Bits(expected_memory)) << "k=" << k;
         const auto alone = SelectNonzeroTopK(Span<const float>(gradient), k, workspace_);
-        ASSERT_EQ(std::vector<std::uint32_t>(alone.indices.begin(), alone.indices.end()), expected.indices);
+        ASSERT_EQ(std::vector<std::uint32_t>(alone.indices.begin(), alone.indices.end()),
+                  expected.indices);
       }
     }
   }
@@ -176,11 +219,13 @@ TEST_P(TopK, StreamsAroundTheCachesWithTheSameResult) {
   const std::size_t n = (1 << 20) + 77;
   const auto gradient = Make(Data::kLayered, n, 5);
   const auto memory = Make(Data::kNormal, n, 6);
-  const std::vector<GradientSegment> pieces = {{gradient.data(), 1001}, {gradient.data() + 1001, n - 1001}};
+  const std::vector<GradientSegment> pieces = {{gradient.data(), 1001},
+                                               {gradient.data() + 1001, n - 1001}};
   for (const std::size_t k : {n / 1000, n / 20}) {
     std::vector<float> expected_memory(n);
     std::vector<float> new_memory(n);
-    const auto expected = reference::CompressTopK(gradient.data(), memory, 1.0F, k, expected_memory);
+    const auto expected =
+        reference::CompressTopK(gradient.data(), memory, 1.0F, k, expected_memory);
     const auto got = CompressTopK(pieces, memory.data(), 1.0F, k, new_memory.data(), workspace_);
     ASSERT_EQ(std::vector<std::uint32_t>(got.indices.begin(), got.indices.end()), expected.indices);
     ASSERT_EQ(Bits(new_memory), Bits(expected_memory));

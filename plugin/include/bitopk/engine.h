@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Engine: one rank's end of bidirectional topK. Tensors are registered by name, submitted in any order, and launched in one
-// order that is the same on every rank, by a communication thread. See the README for a complete program.
+// Engine: one rank's end of bidirectional topK. Tensors are registered by name, submitted in any
+// order, and launched in one order that is the same on every rank, by a communication thread. See
+// the README for a complete program.
 #pragma once
 
 #include <cstddef>
@@ -22,26 +23,30 @@ namespace bitopk {
 struct EngineState {
   int rank = 0;
   int world_size = 0;
-  std::string description;          // of tensors and settings; must match when loading
-  double scale = 0.0;               // 0: no step yet
+  std::string description;  // of tensors and settings; must match when loading
+  double scale = 0.0;       // 0: no step yet
   std::uint64_t schedule_step = 0;
   std::vector<std::vector<float>> worker_memory;  // by tensor; empty where there is none
-  std::vector<std::vector<float>> server_memory;  // by unit, this rank's share; empty where there is none
+  std::vector<std::vector<float>>
+      server_memory;  // by unit, this rank's share; empty where there is none
 };
 
-/// One rank. All ranks construct it with equal settings, register equal tensors and make the same steps.
+/// One rank. All ranks construct it with equal settings, register equal tensors and make the same
+/// steps.
 ///
-/// A step is BeginStep, Submit for any of the tensors in any order, EndStep, Wait. Results are bit-identical on all ranks and
-/// do not depend on timing, order of submission or bucket size.
+/// A step is BeginStep, Submit for any of the tensors in any order, EndStep, Wait. Results are
+/// bit-identical on all ranks and do not depend on timing, order of submission or bucket size.
 ///
-/// Thread-safety: Submit may be called from several threads; everything else from one thread at a time. Errors of the
-/// communication thread surface in the next call that waits. After CommunicationError or WireFormatError the engine only
-/// serves memories, state and statistics; the step that failed is rolled back.
+/// Thread-safety: Submit may be called from several threads; everything else from one thread at a
+/// time. Errors of the communication thread surface in the next call that waits. After
+/// CommunicationError or WireFormatError the engine only serves memories, state and statistics; the
+/// step that failed is rolled back.
 class Engine {
  public:
   /// @throws InvalidArgumentError  if a setting is out of range or this processor lacks config.isa.
   Engine(std::unique_ptr<Communicator> communicator, Config config);
-  /// Stops the communication thread; a step under way is aborted, which the peers see as the death of this rank.
+  /// Stops the communication thread; a step under way is aborted, which the peers see as the death
+  /// of this rank.
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
@@ -50,21 +55,23 @@ class Engine {
   int size() const;
   const Config& config() const;
 
-  /// Fixes the set of tensors, in registration order, once. The communication thread then compares it and the settings with
-  /// those of all ranks; a difference is an InvalidArgumentError on every rank in the next Wait, naming both sides.
-  /// Sizes may be 0. Allocates no memories yet.
+  /// Fixes the set of tensors, in registration order, once. The communication thread then compares
+  /// it and the settings with those of all ranks; a difference is an InvalidArgumentError on every
+  /// rank in the next Wait, naming both sides. Sizes may be 0. Allocates no memories yet.
   /// @throws InvalidArgumentError  on a duplicate or second registration.
   void Register(std::vector<TensorSpec> tensors);
   const std::vector<TensorSpec>& tensors() const;
 
-  /// Commits the last step and starts the next; waits for the last one to finish first. `scale` is the factor by which this
-  /// step's gradients are multiplied relative to the memories' own unit.
-  /// @throws InvalidArgumentError  if scale is not finite and positive, or `op` differs from the first step's.
+  /// Commits the last step and starts the next; waits for the last one to finish first. `scale` is
+  /// the factor by which this step's gradients are multiplied relative to the memories' own unit.
+  /// @throws InvalidArgumentError  if scale is not finite and positive, or `op` differs from the
+  /// first step's.
   void BeginStep(Op op, double scale = 1.0);
 
-  /// Hands over tensor number `tensor` of the registration order. Its memory stays the caller's and must stay valid until
-  /// the step is done. A null result means that the result is not wanted.
-  /// @throws InvalidArgumentError  outside a step, for an unknown number or a second submission in a step.
+  /// Hands over tensor number `tensor` of the registration order. Its memory stays the caller's and
+  /// must stay valid until the step is done. A null result means that the result is not wanted.
+  /// @throws InvalidArgumentError  outside a step, for an unknown number or a second submission in
+  /// a step.
   void Submit(std::size_t tensor, const TensorSubmission& submission);
 
   /// No more tensors in this step: those not submitted count as zeros.
@@ -74,28 +81,32 @@ class Engine {
   bool IsCompleted(std::size_t tensor) const;
   bool IsCompleted() const;
 
-  /// Waits until the last step, and everything before it, is done. Bounded: each wait for a peer ends at the communicator's
-  /// time-out.
-  /// @throws CommunicationError, WireFormatError, NonFiniteGradientError, ReplicaDivergenceError, InvalidArgumentError
+  /// Waits until the last step, and everything before it, is done. Bounded: each wait for a peer
+  /// ends at the communicator's time-out.
+  /// @throws CommunicationError, WireFormatError, NonFiniteGradientError, ReplicaDivergenceError,
+  /// InvalidArgumentError
   void Wait();
   /// As Wait, for at most `duration`; returns whether it is done.
   bool WaitFor(std::chrono::milliseconds duration);
 
-  /// Makes the last step final, or drops it: memories, schedule and scale are then as if it had never been. Both wait for it.
+  /// Makes the last step final, or drops it: memories, schedule and scale are then as if it had
+  /// never been. Both wait for it.
   void Commit();
   void Rollback();
 
   /// Copies the worker memory of a tensor (shape of the tensor) as it stands after the last step.
   void ReadWorkerMemory(std::size_t tensor, Span<float> out);
-  /// Adds this rank's share of the server memory of a tensor to `out` (shape of the tensor): entries that other ranks serve
-  /// are left alone. Starting from zeros, the union over ranks is the whole memory; with the allgather exchange one rank has
-  /// it all.
+  /// Adds this rank's share of the server memory of a tensor to `out` (shape of the tensor):
+  /// entries that other ranks serve are left alone. Starting from zeros, the union over ranks is
+  /// the whole memory; with the allgather exchange one rank has it all.
   void ReadServerShare(std::size_t tensor, Span<float> out);
-  /// Collective: the whole server memory of all tensors, by tensor (empty for those that have none).
+  /// Collective: the whole server memory of all tensors, by tensor (empty for those that have
+  /// none).
   std::vector<std::vector<float>> GatherServerMemory();
 
-  /// Other densities from the next step on, for all units that follow the general settings (not a rule). Call it on all ranks before the
-  /// same step. @throws InvalidArgumentError if out of (0, 1].
+  /// Other densities from the next step on, for all units that follow the general settings (not a
+  /// rule). Call it on all ranks before the same step. @throws InvalidArgumentError if out of (0,
+  /// 1].
   void SetDensity(double density, double density_down);
 
   EngineState SaveState();
@@ -109,7 +120,8 @@ class Engine {
   /// Whom the communication thread is waiting for, since when.
   Communicator::Waiting waiting() const;
 
-  /// Collective allgather of bytes through the engine's communicator; for callers that gather state.
+  /// Collective allgather of bytes through the engine's communicator; for callers that gather
+  /// state.
   std::vector<std::vector<std::uint8_t>> AllGather(Span<const std::uint8_t> bytes);
 
  private:

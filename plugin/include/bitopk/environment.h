@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The environment variables that the engine knows, read here and nowhere else. Explicit arguments win over them.
+// The environment variables that the engine knows, read here and nowhere else. Explicit arguments
+// win over them.
 #pragma once
 
 #include "bitopk/config.h"

@@ -21,9 +21,9 @@ struct TensorSpec {
 /// Where the entries of a submitted tensor live. Device memory will get its own enumerator.
 enum class Device : std::uint8_t { kHost };
 
-/// A contiguous gradient that the caller keeps alive and unchanged until the step is done, and where the result goes; the two
-/// may be the same memory, otherwise they must not overlap. `ready` is the event after which `gradient` may be read on
-/// devices that have such (null on the host).
+/// A contiguous gradient that the caller keeps alive and unchanged until the step is done, and
+/// where the result goes; the two may be the same memory, otherwise they must not overlap. `ready`
+/// is the event after which `gradient` may be read on devices that have such (null on the host).
 struct TensorSubmission {
   const void* gradient = nullptr;
   void* result = nullptr;
