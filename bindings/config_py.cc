@@ -31,6 +31,8 @@ void RegisterConfig(py::module_& module) {
       .value("float16", kernels::ValueFormat::kFloat16)
       .value("bfloat16", kernels::ValueFormat::kBfloat16);
 
+  module.def("matches_pattern", &MatchesPattern, py::arg("pattern"), py::arg("name"));
+
   py::class_<CompressionSpec>(module, "CompressionSpec")
       .def(py::init<>())
       .def_readwrite("method", &CompressionSpec::method)

@@ -4,6 +4,8 @@
 #include <pybind11/stl.h>
 
 #include <chrono>
+#include <optional>
+#include <tuple>
 
 #include "bindings.h"
 #include "bitopk/engine.h"
@@ -38,42 +40,77 @@ GlooOptions Options(const std::string& interface, const std::string& hostname, d
   return options;
 }
 
-std::unique_ptr<Engine> ConnectBootstrap(GlooBootstrap& bootstrap,
-                                         const std::vector<py::bytes>& addresses,
-                                         const Config& config) {
-  std::vector<std::vector<std::uint8_t>> all;
-  for (const py::bytes& address : addresses) all.push_back(FromBytes(address));
-  const py::gil_scoped_release release;
-  return std::make_unique<Engine>(bootstrap.Connect(all), config);
-}
+/// One tensor of a step: number, gradient, result or None.
+using Submission = std::tuple<std::size_t, py::array, std::optional<py::array>>;
 
-std::vector<std::unique_ptr<Engine>> InProcessEngines(int world_size, const Config& config,
-                                                      double timeout) {
-  const py::gil_scoped_release release;
-  InProcessGroup group(world_size, Milliseconds(timeout));
-  std::vector<std::unique_ptr<Engine>> engines;
-  for (int rank = 0; rank < world_size; ++rank) {
-    engines.push_back(std::make_unique<Engine>(group.communicator(rank), config));
+// An engine with the arrays of the step under way, which live as long as the engine may touch them,
+// whatever Python drops or collects. The GIL is not held while anything waits.
+class EngineHandle {
+ public:
+  explicit EngineHandle(std::unique_ptr<Engine> engine) : engine_(std::move(engine)) {}
+  ~EngineHandle() { Close(); }
+  EngineHandle(const EngineHandle&) = delete;
+  EngineHandle& operator=(const EngineHandle&) = delete;
+
+  Engine& engine() const {
+    if (engine_ == nullptr) throw Error("the group was closed");
+    return *engine_;
   }
-  return engines;
-}
 
-void Register(Engine& engine, const std::vector<std::pair<std::string, py::array>>& tensors) {
-  std::vector<TensorSpec> specs;
-  for (const auto& [name, array] : tensors) {
-    specs.push_back(
-        {name, static_cast<std::size_t>(array.size()), DTypeOf(array, "tensor \"" + name + "\"")});
+  void Close() {
+    {
+      const py::gil_scoped_release release;
+      engine_.reset();
+    }
+    arrays_.clear();
   }
-  engine.Register(std::move(specs));
-}
 
-// The caller keeps both arrays alive until the step is done.
-void Submit(Engine& engine, std::size_t tensor, const py::array& gradient,
-            const std::optional<py::array>& result) {
-  BITOPK_CHECK_ARG(tensor < engine.tensors().size(), "submit: tensor ", tensor, " of ",
-                   engine.tensors().size());
-  const TensorSpec& spec = engine.tensors()[tensor];
-  const auto check = [&](const py::array& array, const char* what) {
+  void Register(const std::vector<std::pair<std::string, py::array>>& tensors) {
+    std::vector<TensorSpec> specs;
+    for (const auto& [name, array] : tensors) {
+      specs.push_back({name, static_cast<std::size_t>(array.size()),
+                       DTypeOf(array, "tensor \"" + name + "\"")});
+    }
+    engine().Register(std::move(specs));
+  }
+
+  // A whole step in one call, so that no interrupt leaves it half submitted. The step before must
+  // be done.
+  void StartStep(Op op, double scale, const std::vector<Submission>& submissions) {
+    std::vector<TensorSubmission> checked;
+    for (const auto& [tensor, gradient, result] : submissions) {
+      checked.push_back(Check(tensor, gradient, result));
+    }
+    {
+      const py::gil_scoped_release release;
+      engine().BeginStep(op, scale);
+    }
+    arrays_ = submissions;
+    const py::gil_scoped_release release;
+    for (std::size_t i = 0; i < checked.size(); ++i) {
+      engine().Submit(std::get<0>(submissions[i]), checked[i]);
+    }
+    engine().EndStep();
+  }
+
+ private:
+  TensorSubmission Check(std::size_t tensor, const py::array& gradient,
+                         const std::optional<py::array>& result) const {
+    BITOPK_CHECK_ARG(tensor < engine().tensors().size(), "submit: tensor ", tensor, " of ",
+                     engine().tensors().size());
+    const TensorSpec& spec = engine().tensors()[tensor];
+    CheckArray(spec, gradient, "gradient");
+    TensorSubmission submission;
+    submission.gradient = gradient.data();
+    if (result) {
+      CheckArray(spec, *result, "result");
+      BITOPK_CHECK_ARG(result->writeable(), "result of \"", spec.name, "\": must be writable");
+      submission.result = const_cast<void*>(result->data());
+    }
+    return submission;
+  }
+
+  static void CheckArray(const TensorSpec& spec, const py::array& array, const char* what) {
     const std::string where = std::string(what) + " of \"" + spec.name + "\"";
     const DType dtype = DTypeOf(array, where);
     BITOPK_CHECK_ARG(dtype == spec.dtype, where, ": registered as ", DTypeName(spec.dtype),
@@ -81,16 +118,39 @@ void Submit(Engine& engine, std::size_t tensor, const py::array& gradient,
     BITOPK_CHECK_ARG(static_cast<std::size_t>(array.size()) == spec.num_entries, where,
                      ": registered with ", spec.num_entries, " entries; got ", array.size());
     BITOPK_CHECK_ARG((array.flags() & py::array::c_style) != 0, where, ": must be C-contiguous");
-  };
-  check(gradient, "gradient");
-  TensorSubmission submission;
-  submission.gradient = gradient.data();
-  if (result) {
-    check(*result, "result");
-    BITOPK_CHECK_ARG(result->writeable(), "result of \"", spec.name, "\": must be writable");
-    submission.result = const_cast<void*>(result->data());
   }
-  engine.Submit(tensor, submission);
+
+  std::unique_ptr<Engine> engine_;
+  std::vector<Submission> arrays_;
+};
+
+// One step of several ranks of this process: an interrupt cannot come between them.
+void StartSteps(const std::vector<EngineHandle*>& handles, Op op, double scale,
+                const std::vector<std::vector<Submission>>& submissions) {
+  for (std::size_t rank = 0; rank < handles.size(); ++rank) {
+    handles[rank]->StartStep(op, scale, submissions.at(rank));
+  }
+}
+
+std::unique_ptr<EngineHandle> ConnectBootstrap(GlooBootstrap& bootstrap,
+                                               const std::vector<py::bytes>& addresses,
+                                               const Config& config) {
+  std::vector<std::vector<std::uint8_t>> all;
+  for (const py::bytes& address : addresses) all.push_back(FromBytes(address));
+  const py::gil_scoped_release release;
+  return std::make_unique<EngineHandle>(std::make_unique<Engine>(bootstrap.Connect(all), config));
+}
+
+std::vector<std::unique_ptr<EngineHandle>> InProcessEngines(int world_size, const Config& config,
+                                                            double timeout) {
+  const py::gil_scoped_release release;
+  InProcessGroup group(world_size, Milliseconds(timeout));
+  std::vector<std::unique_ptr<EngineHandle>> engines;
+  for (int rank = 0; rank < world_size; ++rank) {
+    engines.push_back(
+        std::make_unique<EngineHandle>(std::make_unique<Engine>(group.communicator(rank), config)));
+  }
+  return engines;
 }
 
 py::object ArrayOrNone(const std::vector<float>& values) {
@@ -115,6 +175,8 @@ py::dict SaveState(Engine& engine) {
   out["rank"] = state.rank;
   out["world_size"] = state.world_size;
   out["description"] = state.description;
+  out["density"] = state.density.density;
+  out["density_down"] = state.density_down.density;
   out["scale"] = state.scale;
   out["schedule_step"] = state.schedule_step;
   py::list worker;
@@ -131,6 +193,8 @@ void LoadState(Engine& engine, const py::dict& in) {
   state.rank = py::cast<int>(in["rank"]);
   state.world_size = py::cast<int>(in["world_size"]);
   state.description = py::cast<std::string>(in["description"]);
+  state.density.density = py::cast<double>(in["density"]);
+  state.density_down.density = py::cast<double>(in["density_down"]);
   state.scale = py::cast<double>(in["scale"]);
   state.schedule_step = py::cast<std::uint64_t>(in["schedule_step"]);
   for (const py::handle memory : py::cast<py::list>(in["worker_memory"])) {
@@ -203,45 +267,60 @@ py::tuple WaitingTuple(const Engine& engine) {
 }  // namespace
 
 void RegisterEngine(py::module_& module) {
-  using Release = py::call_guard<py::gil_scoped_release>;
-  py::class_<Engine>(module, "Engine")
-      .def_property_readonly("rank", &Engine::rank)
-      .def_property_readonly("size", &Engine::size)
-      .def("register", &Register)
-      .def("begin_step", &Engine::BeginStep, Release())
-      .def("submit", &Submit, py::arg("tensor"), py::arg("gradient").noconvert(),
-           py::arg("result").noconvert())
-      .def("end_step", &Engine::EndStep)
-      .def("is_completed", py::overload_cast<>(&Engine::IsCompleted, py::const_))
-      .def("is_tensor_completed", py::overload_cast<std::size_t>(&Engine::IsCompleted, py::const_))
+  py::class_<EngineHandle>(module, "Engine")
+      .def_property_readonly("rank", [](const EngineHandle& h) { return h.engine().rank(); })
+      .def_property_readonly("size", [](const EngineHandle& h) { return h.engine().size(); })
+      .def_property_readonly("decisions",
+                             [](const EngineHandle& h) { return h.engine().decisions(); })
+      .def_property_readonly("warnings",
+                             [](const EngineHandle& h) { return h.engine().warnings(); })
+      .def("close", &EngineHandle::Close)
+      .def("register", &EngineHandle::Register)
+      .def("start_step", &EngineHandle::StartStep)
+      .def("is_completed", [](const EngineHandle& h) { return h.engine().IsCompleted(); })
       .def("wait_for",
-           [](Engine& engine, double seconds) {
+           [](const EngineHandle& h, double seconds) {
              const py::gil_scoped_release release;
-             return engine.WaitFor(Milliseconds(seconds));
+             return h.engine().WaitFor(Milliseconds(seconds));
            })
-      .def("commit", &Engine::Commit, Release())
-      .def("rollback", &Engine::Rollback, Release())
+      .def("commit",
+           [](const EngineHandle& h) {
+             const py::gil_scoped_release release;
+             h.engine().Commit();
+           })
+      .def("rollback",
+           [](const EngineHandle& h) {
+             const py::gil_scoped_release release;
+             h.engine().Rollback();
+           })
       .def("read_worker_memory",
-           [](Engine& engine, std::size_t tensor, const py::array& out) {
+           [](const EngineHandle& h, std::size_t tensor, const py::array& out) {
              const Span<float> view = FloatView(out, "read_worker_memory: out", /*writable=*/true);
              const py::gil_scoped_release release;
-             engine.ReadWorkerMemory(tensor, view);
+             h.engine().ReadWorkerMemory(tensor, view);
            })
       .def("read_server_share",
-           [](Engine& engine, std::size_t tensor, const py::array& out) {
+           [](const EngineHandle& h, std::size_t tensor, const py::array& out) {
              const Span<float> view = FloatView(out, "read_server_share: out", /*writable=*/true);
              const py::gil_scoped_release release;
-             engine.ReadServerShare(tensor, view);
+             h.engine().ReadServerShare(tensor, view);
            })
-      .def("gather_server_memory", &GatherServerMemory)
-      .def("set_density", &Engine::SetDensity, Release())
-      .def("save_state", &SaveState)
-      .def("load_state", &LoadState)
-      .def("stats", &StatsDict)
-      .def_property_readonly("decisions", &Engine::decisions)
-      .def_property_readonly("warnings", &Engine::warnings)
-      .def("waiting", &WaitingTuple)
-      .def("all_gather", &AllGather);
+      .def("gather_server_memory",
+           [](const EngineHandle& h) { return GatherServerMemory(h.engine()); })
+      .def("set_density",
+           [](const EngineHandle& h, double density, double density_down) {
+             const py::gil_scoped_release release;
+             h.engine().SetDensity(density, density_down);
+           })
+      .def("save_state", [](const EngineHandle& h) { return SaveState(h.engine()); })
+      .def("load_state",
+           [](const EngineHandle& h, const py::dict& state) { LoadState(h.engine(), state); })
+      .def("stats", [](const EngineHandle& h) { return StatsDict(h.engine()); })
+      .def("waiting", [](const EngineHandle& h) { return WaitingTuple(h.engine()); })
+      .def("all_gather", [](const EngineHandle& h, const py::bytes& bytes) {
+        return AllGather(h.engine(), bytes);
+      });
+  module.def("start_steps", &StartSteps);
 
   py::class_<GlooBootstrap>(module, "GlooBootstrap")
       .def(py::init([](int rank, int size, const std::string& interface,
@@ -262,9 +341,9 @@ void RegisterEngine(py::module_& module) {
       [](const std::string& directory, int rank, int size, const std::string& interface,
          const std::string& hostname, double timeout, const Config& config) {
         const py::gil_scoped_release release;
-        return std::make_unique<Engine>(
+        return std::make_unique<EngineHandle>(std::make_unique<Engine>(
             ConnectThroughFileStore(directory, rank, size, Options(interface, hostname, timeout)),
-            config);
+            config));
       },
       py::arg("directory"), py::arg("rank"), py::arg("size"), py::arg("interface"),
       py::arg("hostname"), py::arg("timeout"), py::arg("config"));

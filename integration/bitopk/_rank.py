@@ -17,7 +17,7 @@ from bitopk._tensors import empty_like, host_view
 from bitopk.errors import InvalidArgumentError
 from bitopk.stats import Stats
 
-__all__ = ["Prepared", "RankEngine", "check_step_options"]
+__all__ = ["RankEngine", "Step", "check_densities", "check_step_options"]
 
 logger = logging.getLogger("bitopk")
 
@@ -36,12 +36,35 @@ def check_step_options(op: Any, scale: Any) -> tuple[_core.Op, float]:
     return _OPS[op], float(scale)
 
 
-class Prepared:
-    """The checked arrays of one step; keeps them alive while the engine works on them."""
+def check_densities(density: Any, density_down: Any, where: str) -> tuple[float, float]:
+    """Return both densities as floats, or raise InvalidArgumentError."""
+    out = []
+    for name, value in (("density", density), ("density_down", density_down)):
+        if name == "density_down" and value is None:
+            value = density
+        number = isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)
+        if not number or not 0.0 < value <= 1.0:
+            raise InvalidArgumentError(
+                f"{where}: {name} must be a float in (0, 1]; got {value!r} ({type(value).__name__})"
+            )
+        out.append(float(value))
+    return out[0], out[1]
 
-    def __init__(self, results: dict[str, Any]) -> None:
-        self.results = results
+
+class Step:
+    """One step of one rank: its checked arrays, and what became of it once that is known."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, Any] = {}
         self.views: list[tuple[str, np.ndarray, np.ndarray]] = []
+        self.done = False
+        self.error: Exception | None = None
+
+    def outcome(self) -> dict[str, Any]:
+        """Return the results, or raise what the step failed with."""
+        if self.error is not None:
+            raise self.error
+        return self.results
 
 
 class RankEngine:
@@ -54,11 +77,9 @@ class RankEngine:
         self._dtypes: dict[str, np.dtype] = {}
         self._op: Any = None
         self.registered = False
-        # The engine reads and writes these arrays until the step is done, whoever else drops them.
-        # Set after `engine`, so that they outlive it.
-        self._in_flight: Prepared | None = None
+        self._last: Step | None = None
 
-    def prepare(self, grads: Any, out: Any) -> Prepared:
+    def prepare(self, grads: Any, out: Any) -> Step:
         """Check one rank's gradients and make room for the results; nothing else is changed."""
         if not isinstance(grads, Mapping):
             raise InvalidArgumentError(
@@ -68,7 +89,7 @@ class RankEngine:
             raise InvalidArgumentError(
                 f"allreduce: out must be a dict of name to array; got {type(out).__name__}"
             )
-        prepared = Prepared({})
+        step = Step()
         for name, gradient in grads.items():
             if not isinstance(name, str):
                 raise InvalidArgumentError(f"allreduce: names must be str; got {name!r}")
@@ -77,9 +98,10 @@ class RankEngine:
             result = empty_like(gradient) if out is None else self._result_for(name, out)
             result_view = host_view(result, f"out {name!r}")
             _check_result(name, view, result_view)
-            prepared.results[name] = result
-            prepared.views.append((name, view, result_view))
-        return prepared
+            step.results[name] = result
+            step.views.append((name, view, result_view))
+        _check_overlap(step.views)
+        return step
 
     def _result_for(self, name: str, out: Mapping[str, Any]) -> Any:
         if name not in out:
@@ -95,6 +117,10 @@ class RankEngine:
         if not self.registered:
             return
         if name not in self._numbers:
+            if not self._numbers:
+                raise InvalidArgumentError(
+                    f"allreduce: {name!r} was not in the first step, which had no tensors at all"
+                )
             known = ", ".join(repr(known) for known in list(self._numbers)[:8])
             raise InvalidArgumentError(
                 f"allreduce: {name!r} was not in the first step, which fixed the set of tensors "
@@ -117,22 +143,20 @@ class RankEngine:
                 f"allreduce: the first step fixed op={self._op.name!r}; got {op.name!r}"
             )
 
-    def start(self, prepared: Prepared, op: _core.Op, scale: float) -> None:
-        """Hand over all tensors, which must be registered. Returns at once."""
-        self.engine.begin_step(op, scale)
-        self._in_flight = prepared
-        self._op = op
-        try:
-            for name, view, result in prepared.views:
-                self.engine.submit(self._numbers[name], view, result)
-        finally:  # an interrupt here must not leave a step that never ends
-            self.engine.end_step()
+    def submissions(self, step: Step) -> list[tuple[int, np.ndarray, np.ndarray]]:
+        """Return the arrays of a step by the engine's numbers."""
+        return [(self._numbers[name], view, result) for name, view, result in step.views]
 
-    def register(self, prepared: Prepared) -> None:
+    def started(self, step: Step, op: _core.Op) -> None:
+        """Take note that the engine works on `step`."""
+        self._last = step
+        self._op = op
+
+    def register(self, step: Step) -> None:
         """At the first step, fix the set of tensors; the comparison among ranks goes on behind."""
         if self.registered:
             return
-        views = {name: view for name, view, _ in prepared.views}
+        views = {name: view for name, view, _ in step.views}
         names = sorted(views, key=lambda name: name.encode())
         self.engine.register([(name, views[name]) for name in names])
         self._numbers = {name: number for number, name in enumerate(names)}
@@ -145,8 +169,30 @@ class RankEngine:
             for line in self.engine.warnings:
                 logger.warning("%s", line)
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the step is done; returns False after `timeout` seconds. Raises its error."""
+    def settle(self) -> None:
+        """Wait for whatever is under way; a step that failed keeps its error for its own `wait`."""
+        if self._last is not None and not self._last.done:
+            self.finish(self._last)
+        else:
+            self._wait(None)
+
+    def finish(self, step: Step, timeout: float | None = None) -> bool:
+        """Wait until `step` is done, well or not; returns False after `timeout` seconds."""
+        if step.done:
+            return True
+        try:
+            if not self._wait(timeout):
+                return False
+        except Exception as error:
+            step.error = error
+        step.done = True
+        return True
+
+    def is_completed(self, step: Step) -> bool:
+        """Tell, without waiting, whether `step` is done."""
+        return step.done or self.engine.is_completed()
+
+    def _wait(self, timeout: float | None) -> bool:
         end = None if timeout is None else time.monotonic() + timeout
         report_after = _REPORT_WAIT_AFTER_SECONDS
         while True:
@@ -162,7 +208,7 @@ class RankEngine:
 
     def worker_memory(self) -> dict[str, np.ndarray]:
         """Return this rank's worker memory by name; zeros for tensors that travel dense."""
-        out = self._zeros()
+        out = self.zero_memory()
         for name, array in out.items():
             self.engine.read_worker_memory(self._numbers[name], array)
         return out
@@ -174,7 +220,7 @@ class RankEngine:
 
     def gather_server_memory(self) -> dict[str, np.ndarray]:
         """Return the whole server memory; every rank must call it."""
-        out = self._zeros()
+        out = self.zero_memory()
         if not self.registered:
             return out
         whole = self.engine.gather_server_memory()
@@ -183,7 +229,8 @@ class RankEngine:
                 array[...] = whole[self._numbers[name]].reshape(array.shape)
         return out
 
-    def _zeros(self) -> dict[str, np.ndarray]:
+    def zero_memory(self) -> dict[str, np.ndarray]:
+        """Return zeros in the shapes of the float32 tensors."""
         return {
             name: np.zeros(shape, np.float32)
             for name, shape in self._shapes.items()
@@ -206,3 +253,26 @@ def _check_result(name: str, view: np.ndarray, result: np.ndarray) -> None:
     same = result.__array_interface__["data"] == view.__array_interface__["data"]
     if not same and np.may_share_memory(result, view):
         raise InvalidArgumentError(f"out {name!r}: must be the gradient itself or not overlap it")
+
+
+def _check_overlap(views: list[tuple[str, np.ndarray, np.ndarray]]) -> None:
+    """Refuse a result that shares memory with another tensor's gradient or result."""
+    ranges = []
+    for name, view, result in views:
+        if result.nbytes == 0:
+            continue
+        start = result.__array_interface__["data"][0]
+        ranges.append((start, start + result.nbytes, name, True))
+        other = view.__array_interface__["data"][0]
+        if other != start:
+            ranges.append((other, other + view.nbytes, name, False))
+    ranges.sort()
+    end, owner, written = 0, "", False
+    for start, stop, name, is_result in ranges:
+        if start < end and (written or is_result):
+            raise InvalidArgumentError(
+                f"out: the result of {name if is_result else owner!r} shares memory with "
+                f"{owner if is_result else name!r}"
+            )
+        if stop > end:
+            end, owner, written = stop, name, is_result

@@ -8,7 +8,6 @@ the engine, the plugins and the command line never see a spec that makes no sens
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import math
 import numbers
 import operator
@@ -16,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NoReturn, Union
 
+from bitopk import _core
 from bitopk.errors import InvalidArgumentError
 
 __all__ = ["Compression"]
@@ -146,7 +146,7 @@ nonfinite, start_step, dense_below, seed, rules
 
         References
         ----------
-        .. [1] Y. Zou, H. De Sterck, J. Liu, arXiv 2209.15203.
+        .. [1] W. Zou, H. De Sterck, J. Liu, arXiv 2209.15203.
 
         Examples
         --------
@@ -207,7 +207,7 @@ nonfinite, start_step, dense_below, seed, rules
             itself applies.
         """
         for index, (pattern, _) in enumerate(self.rules):
-            if fnmatch.fnmatchcase(name, pattern):
+            if _core.matches_pattern(pattern, name):
                 return index
         return -1
 

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from bitopk import hosts
-from bitopk._rank import Prepared, RankEngine, check_step_options
+from bitopk._rank import RankEngine, Step, check_densities, check_step_options
 from bitopk._settings import as_spec, make_config
+from bitopk._state import check_state
 from bitopk.compression import Compression
-from bitopk.errors import Error, InvalidArgumentError
+from bitopk.errors import Error
 from bitopk.stats import Stats
 
 __all__ = ["Group", "Work", "init"]
@@ -27,16 +28,16 @@ _STATE_FORMAT = 1
 class Work:
     """A step under way."""
 
-    def __init__(self, rank: RankEngine, step: Prepared) -> None:
+    def __init__(self, rank: RankEngine, step: Step) -> None:
         self._rank = rank
-        self._step: Prepared = step
+        self._step = step
 
     def is_completed(self) -> bool:
-        """Tell, without waiting, whether the step is done."""
-        return self._rank.engine.is_completed()
+        """Tell, without waiting, whether the step is done, well or not."""
+        return self._rank.is_completed(self._step)
 
     def wait(self, timeout: float | None = None) -> dict[str, Any]:
-        """Wait for the step and return its results.
+        """Wait for the step and return its results; every later call gives the same.
 
         Parameters
         ----------
@@ -53,9 +54,9 @@ class Work:
         NonFiniteGradientError
             With ``nonfinite="raise"``; the memories are as before the step.
         """
-        if not self._rank.wait(timeout):
+        if not self._rank.finish(self._step, timeout):
             raise TimeoutError(f"wait: the step is not done after {timeout} s")
-        return self._step.results
+        return self._step.outcome()
 
 
 class Group:
@@ -121,16 +122,19 @@ class Group:
         *,
         out: Mapping[str, Any] | None = None,
     ) -> Work:
-        """Start a step and return at once; see `allreduce`.
+        """Start a step and return; see `allreduce`.
 
-        The gradients must not change until the step is done. A second step waits for the first.
+        The gradients must not change until the step is done. Waits for the step before, whose
+        error, if any, stays with its own `Work`.
         """
         core_op, scale = check_step_options(op, scale)
         rank = self._rank
         rank.check_op(core_op)
         step = rank.prepare(grads, out)
         rank.register(step)
-        rank.start(step, core_op, scale)
+        rank.settle()
+        rank.engine.start_step(core_op, scale, rank.submissions(step))
+        rank.started(step, core_op)
         return Work(rank, step)
 
     def worker_memory(self) -> dict[str, np.ndarray]:
@@ -162,12 +166,7 @@ class Group:
         density_down : float, optional
             The same as `density` by default.
         """
-        for name, value in (("density", density), ("density_down", density_down)):
-            if isinstance(value, bool) or isinstance(value, int):
-                raise InvalidArgumentError(
-                    f"set_density: {name} must be a float in (0, 1]; got {value!r} (int)"
-                )
-        self._rank.engine.set_density(density, density if density_down is None else density_down)
+        self._rank.engine.set_density(*check_densities(density, density_down, "set_density"))
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state: both memories, scale and step count.
@@ -191,11 +190,7 @@ class Group:
         """
         if not self._rank.registered:
             raise Error("load_state_dict: make one step first, which fixes the set of tensors")
-        if state.get("format") != _STATE_FORMAT:
-            raise InvalidArgumentError(
-                f"load_state_dict: format must be {_STATE_FORMAT}; got {state.get('format')!r}"
-            )
-        self._rank.engine.load_state(dict(state))
+        self._rank.engine.load_state(check_state(state, _STATE_FORMAT))
 
     def stats(self) -> Stats:
         """Return what this rank did so far."""
@@ -203,6 +198,8 @@ class Group:
 
     def close(self) -> None:
         """Disconnect. A step under way is aborted, which the peers see as the end of this rank."""
+        if self._rank_engine is not None:
+            self._rank_engine.engine.close()
         self._rank_engine = None
 
     def __enter__(self) -> Group:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from bitopk import _core
-from bitopk._rank import RankEngine, check_step_options
+from bitopk._rank import RankEngine, Step, check_densities, check_step_options
 from bitopk._settings import as_spec, make_config
 from bitopk.compression import Compression
 from bitopk.errors import InvalidArgumentError
@@ -123,26 +123,38 @@ class LocalGroup:
                     f"allreduce: {what} must have one entry for each of {self.world_size} ranks; "
                     f"got {len(value)}"
                 )
-        prepared = []
+        steps = []
         for number, rank in enumerate(self._ranks):
             rank.check_op(core_op)
-            prepared.append(rank.prepare(grads[number], None if out is None else out[number]))
-        for rank, step in zip(self._ranks, prepared):
-            rank.register(step)
-        for rank, step in zip(self._ranks, prepared):
-            rank.start(step, core_op, scale)
-        self._wait()
-        return [step.results for step in prepared]
-
-    def _wait(self) -> None:
-        first_error = None
+            steps.append(rank.prepare(grads[number], None if out is None else out[number]))
+        self._register(steps)
         for rank in self._ranks:
-            try:
-                rank.wait()
-            except Exception as error:
-                first_error = first_error or error
-        if first_error is not None:
-            raise first_error
+            rank.settle()
+        submissions = [rank.submissions(step) for rank, step in zip(self._ranks, steps)]
+        _core.start_steps([rank.engine for rank in self._ranks], core_op, scale, submissions)
+        for rank, step in zip(self._ranks, steps):
+            rank.started(step, core_op)
+        for rank, step in zip(self._ranks, steps):
+            rank.finish(step)
+        return [step.outcome() for step in steps]
+
+    def _register(self, steps: list[Step]) -> None:
+        """At the first step, fix the set of tensors, which must be the same on all ranks."""
+        if self._ranks[0].registered:
+            return
+        sets = [
+            sorted((name, str(view.dtype), view.shape) for name, view, _ in step.views)
+            for step in steps
+        ]
+        for rank, tensors in enumerate(sets):
+            if tensors != sets[0]:
+                here = [tensor for tensor in sets[0] if tensor not in tensors] or ["nothing more"]
+                there = [tensor for tensor in tensors if tensor not in sets[0]] or ["nothing more"]
+                raise InvalidArgumentError(
+                    f"allreduce: ranks disagree: rank 0 has {here[0]}, rank {rank} has {there[0]}"
+                )
+        for rank, step in zip(self._ranks, steps):
+            rank.register(step)
 
     def worker_memory(self, rank: int) -> dict[str, np.ndarray]:
         """Return a copy of one rank's worker memory as it stands after the last step.
@@ -156,7 +168,7 @@ class LocalGroup:
 
     def server_memory(self) -> dict[str, np.ndarray]:
         """Return a copy of the whole server memory as it stands after the last step."""
-        out = self._ranks[0]._zeros()
+        out = self._ranks[0].zero_memory()
         for rank in self._ranks:
             rank.add_server_share(out)
         return out
@@ -173,8 +185,9 @@ class LocalGroup:
 
     def set_density(self, density: float, density_down: float | None = None) -> None:
         """Use other densities from the next step on; see `Group.set_density`."""
+        densities = check_densities(density, density_down, "set_density")
         for rank in self._ranks:
-            rank.engine.set_density(density, density if density_down is None else density_down)
+            rank.engine.set_density(*densities)
 
     def stats(self, rank: int = 0) -> Stats:
         """Return what one rank did so far."""

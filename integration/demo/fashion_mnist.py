@@ -11,7 +11,7 @@ d = 242,762 parameters, batch 10 per worker, topK over the whole gradient.
 
 References
 ----------
-.. [ZDL22] Y. Zou, H. De Sterck, J. Liu, arXiv 2209.15203.
+.. [ZDL22] W. Zou, H. De Sterck, J. Liu, arXiv 2209.15203.
 """
 
 from __future__ import annotations

@@ -70,7 +70,56 @@ void DescribeSpec(std::ostream& out, const CompressionSpec& spec) {
       << " dense_below=" << spec.dense_below;
 }
 
+// Where the set that starts behind `open` ends: its closing bracket, or null if it has none.
+const char* EndOfSet(const char* open) {
+  const char* at = *open == '!' ? open + 1 : open;
+  if (*at == ']') ++at;  // as the first character it stands for itself
+  while (*at != '\0' && *at != ']') ++at;
+  return *at == ']' ? at : nullptr;
+}
+
+bool InSet(const char* set, const char* end, char c) {
+  const bool negated = *set == '!';
+  if (negated) ++set;
+  bool found = false;
+  for (; set < end; ++set) {
+    if (set + 2 < end && set[1] == '-') {
+      found = found || (set[0] <= c && c <= set[2]);
+      set += 2;
+    } else {
+      found = found || *set == c;
+    }
+  }
+  return found != negated;
+}
+
+bool MatchesFrom(const char* pattern, const char* name) {
+  while (*pattern != '\0') {
+    if (*pattern == '*') {
+      for (const char* rest = name;; ++rest) {
+        if (MatchesFrom(pattern + 1, rest)) return true;
+        if (*rest == '\0') return false;
+      }
+    }
+    if (*name == '\0') return false;
+    const char* const end = *pattern == '[' ? EndOfSet(pattern + 1) : nullptr;
+    if (end != nullptr) {
+      if (!InSet(pattern + 1, end, *name)) return false;
+      pattern = end;
+    } else if (*pattern != '?' && *pattern != *name) {
+      return false;
+    }
+    ++pattern;
+    ++name;
+  }
+  return *name == '\0';
+}
+
 }  // namespace
+
+bool MatchesPattern(const std::string& pattern, const std::string& name) {
+  return MatchesFrom(pattern.c_str(), name.c_str());
+}
 
 const char* DTypeName(DType dtype) {
   switch (dtype) {

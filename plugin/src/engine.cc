@@ -95,6 +95,7 @@ class Engine::Impl {
                      op == Op::kAverage ? "average" : "sum");
     Wait();
     CommitPending();
+    CheckScale(scale);
     op_ = op;
     pending_scale_ = scale;
     ++steps_begun_;
@@ -225,6 +226,8 @@ class Engine::Impl {
     EngineState state;
     state.rank = comm_->rank();
     state.world_size = comm_->size();
+    state.density = density_;
+    state.density_down = density_down_;
     state.description = description_;
     state.scale = pending_ ? pending_scale_ : scale_;
     state.schedule_step = schedule_step_ + (pending_ ? 1 : 0);
@@ -266,6 +269,9 @@ class Engine::Impl {
       std::fill(out.begin(), out.end(), 0.0F);
       std::copy(memory.begin(), memory.end(), out.begin());
     }
+    density_ = state.density;
+    density_down_ = state.density_down;
+    if (density_.density > 0.0) ApplyDensity();
     scale_ = state.scale;
     schedule_step_ = state.schedule_step;
   }
@@ -356,6 +362,15 @@ class Engine::Impl {
 
   // REQUIRES: mutex_ is held, here and in CheckEnded.
   bool Idle() const { return tasks_.empty() && !running_; }
+
+  // Memories are multiplied by the ratio as float32: it must not turn them into Inf, NaN or
+  // nothing.
+  void CheckScale(double scale) const {
+    if (scale_ == 0.0) return;
+    const auto ratio = static_cast<float>(scale / scale_);
+    BITOPK_CHECK_ARG(std::isfinite(ratio) && ratio > 0.0F, "Engine::BeginStep: scale went from ",
+                     scale_, " to ", scale, "; their ratio must be a positive float32");
+  }
 
   void CheckEnded() const {
     BITOPK_CHECK_ARG(!open_, "Engine: the step under way must end (EndStep) before anything else");
@@ -537,6 +552,10 @@ class Engine::Impl {
       const Difference lines = FirstDifference(state.description, description_);
       throw InvalidArgumentError("Engine::LoadState: the state has " + lines.left +
                                  "; this engine has " + lines.right);
+    }
+    for (const Sparsity& density : {state.density, state.density_down}) {
+      BITOPK_CHECK_ARG(density.k == 0 && density.density >= 0.0 && density.density <= 1.0,
+                       "Engine::LoadState: density is ", density.density);
     }
     BITOPK_CHECK_ARG(std::isfinite(state.scale) && state.scale >= 0.0,
                      "Engine::LoadState: scale is ", state.scale);

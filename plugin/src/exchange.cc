@@ -38,6 +38,7 @@ void RunBucket(StepContext& context, Bucket& bucket, std::uint32_t message) {
   tag.message = message;
   tag.step = context.step;
   tag.digest = BucketDigest(context.plan, bucket, context.schedule_step, context.op, context.scale);
+  tag.scale = context.op == Op::kSum ? -context.scale : context.scale;
   switch (context.plan.units[bucket.units.front()].ExchangeAt(context.schedule_step)) {
     case ExchangeKind::kAllgather:
       RunAllgather(context, bucket, tag);

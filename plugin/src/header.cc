@@ -27,13 +27,18 @@ struct WireHeader {
   std::uint64_t step;
   std::uint64_t digest;
   std::uint64_t payload_bytes;
-  std::uint64_t reserved;
+  double scale;
 };
 static_assert(sizeof(WireHeader) == kHeaderBytes);
 
 [[noreturn]] void ThrowField(const char* field, std::uint64_t got, std::uint64_t expected) {
   throw WireFormatError(internal::StrCat("DecodeHeader: ", field, "; got 0x", std::hex, got,
                                          ", expected 0x", expected));
+}
+
+std::string DescribeStep(double scale) {
+  return internal::StrCat("op ", scale < 0 ? "sum" : "average", " and scale ",
+                          scale < 0 ? -scale : scale);
 }
 
 }  // namespace
@@ -72,6 +77,7 @@ void EncodeHeader(const MessageHeader& header, MutableBytes out) {
   wire.step = header.tag.step;
   wire.digest = header.tag.digest;
   wire.payload_bytes = header.payload_bytes;
+  wire.scale = header.tag.scale;
   std::memcpy(out.data(), &wire, kHeaderBytes);
 }
 
@@ -85,13 +91,13 @@ MessageHeader DecodeHeader(Bytes in) {
   if (wire.magic != kMagic) ThrowField("magic number", wire.magic, kMagic);
   if (wire.version != kVersion) ThrowField("version of the header", wire.version, kVersion);
   if (wire.phase > kLastPhase) ThrowField("phase, at most", wire.phase, kLastPhase);
-  if (wire.reserved != 0) ThrowField("reserved bytes", wire.reserved, 0);
 
   MessageHeader header;
   header.tag.phase = static_cast<Phase>(wire.phase);
   header.tag.message = wire.message;
   header.tag.step = wire.step;
   header.tag.digest = wire.digest;
+  header.tag.scale = wire.scale;
   header.flags = wire.flags;
   header.rank = wire.rank;
   header.payload_bytes = wire.payload_bytes;
@@ -112,11 +118,17 @@ void CheckHeader(const MessageHeader& got, const MessageTag& expected, int rank,
                                               rank, " is in ", DescribeTag(got.tag), ", rank ",
                                               my_rank, " in ", where()));
   }
+  if (std::memcmp(&got.tag.scale, &expected.scale, sizeof expected.scale) != 0) {
+    throw CommunicationError(internal::StrCat(where(), ": the ranks disagree about the step: rank ",
+                                              rank, " has ", DescribeStep(got.tag.scale), ", rank ",
+                                              my_rank, " has ", DescribeStep(expected.scale)));
+  }
   if (got.tag.digest != expected.digest) {
     throw CommunicationError(internal::StrCat(
         where(), ": the ranks disagree about the units or their settings: the digest of rank ",
         rank, " is 0x", std::hex, got.tag.digest, std::dec, ", that of rank ", my_rank, " 0x",
-        std::hex, expected.digest));
+        std::hex, expected.digest,
+        ". Did only some of them call set_density, rollback or load_state_dict?"));
   }
   if (got.payload_bytes > max_bytes) {
     throw WireFormatError(internal::StrCat(where(), ": rank ", rank, " announces ",

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "plugin/src/unit.h"
 
-#include <fnmatch.h>
-
 #include <algorithm>
 #include <map>
 #include <utility>
@@ -22,7 +20,7 @@ constexpr double kBytesPerEntry = 5.1;
 // The rule that serves a tensor: its number, or -1 for the general settings.
 int RuleFor(const Config& config, const std::string& name) {
   for (std::size_t i = 0; i < config.rules.size(); ++i) {
-    if (fnmatch(config.rules[i].pattern.c_str(), name.c_str(), 0) == 0) return static_cast<int>(i);
+    if (MatchesPattern(config.rules[i].pattern, name)) return static_cast<int>(i);
   }
   return -1;
 }

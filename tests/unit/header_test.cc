@@ -25,12 +25,12 @@ const std::array<std::uint8_t, kHeaderBytes> kExample = {
     0x11, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00,  // step 17
     0xef, 0xcd, 0xab, 0x89, 0x67, 0x45, 0x23, 0x01,  // digest 0x0123456789abcdef
     0x00, 0x10, 0x00, 0x00, 0x01, 0x00, 0x00, 0x00,  // 2^32 + 4096 bytes of payload
-    0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00,  // reserved
+    0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0xc0,  // a sum of gradients at scale 2
 };
 
 MessageHeader Example() {
   MessageHeader header;
-  header.tag = {Phase::kUplink, 3, 17, 0x0123456789abcdefU};
+  header.tag = {Phase::kUplink, 3, 17, 0x0123456789abcdefU, -2.0};
   header.flags = 0x8005;
   header.rank = 2;
   header.payload_bytes = (std::uint64_t{1} << 32) + 4096;
@@ -64,6 +64,7 @@ TEST(Header, DecodesToWhatWasEncoded) {
   EXPECT_EQ(header.tag.message, 3U);
   EXPECT_EQ(header.tag.step, 17U);
   EXPECT_EQ(header.tag.digest, 0x0123456789abcdefU);
+  EXPECT_EQ(header.tag.scale, -2.0);
   EXPECT_EQ(header.flags, 0x8005);
   EXPECT_EQ(header.rank, 2U);
   EXPECT_EQ(header.payload_bytes, (std::uint64_t{1} << 32) + 4096);
@@ -74,8 +75,8 @@ TEST(Header, RefusesBytesThatAreNotAHeader) {
     std::size_t offset;
     const char* names;
   };
-  for (const Case& each : {Case{0, "magic"}, Case{3, "magic"}, Case{4, "version"}, Case{5, "phase"},
-                           Case{40, "reserved"}, Case{47, "reserved"}}) {
+  for (const Case& each :
+       {Case{0, "magic"}, Case{3, "magic"}, Case{4, "version"}, Case{5, "phase"}}) {
     auto bytes = kExample;
     bytes[each.offset] = 0x7e;
     EXPECT_THAT(
@@ -93,6 +94,15 @@ TEST(Header, RefusesAnotherLength) {
 TEST(CheckHeader, AcceptsTheSameCall) {
   const MessageHeader header = Example();
   EXPECT_NO_THROW(CheckHeader(header, header.tag, 2, 0, header.payload_bytes));
+}
+
+TEST(CheckHeader, NamesBothOperationsAndScales) {
+  MessageTag mine = Example().tag;
+  mine.scale = 3.0;
+  const std::string message =
+      MessageOf<CommunicationError>([&] { CheckHeader(Example(), mine, 2, 0, 1 << 20); });
+  EXPECT_THAT(message, HasSubstr("rank 2 has op sum and scale 2"));
+  EXPECT_THAT(message, HasSubstr("rank 0 has op average and scale 3"));
 }
 
 TEST(CheckHeader, NamesBothSidesOfAnotherCall) {

@@ -37,6 +37,7 @@ struct MessageTag {
   std::uint32_t message = 0;  // index of the bucket in the step's launch order
   std::uint64_t step = 0;
   std::uint64_t digest = 0;  // hash of the units in the bucket and their settings
+  double scale = 0.0;        // of the step's gradients, negative for a sum; 0 outside of steps
 };
 
 /// "uplink of message 3, step 17": how error messages begin.

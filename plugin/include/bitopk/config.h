@@ -58,6 +58,12 @@ struct Rule {
   CompressionSpec spec;
 };
 
+/// Whether `name` as a whole matches the glob `pattern`: * any text, ? any character, [abc] or
+/// [a-c] one of these,
+/// [!abc] none of these; everything else, the backslash included, stands for itself. Python's
+/// fnmatchcase.
+bool MatchesPattern(const std::string& pattern, const std::string& name);
+
 struct Config {
   CompressionSpec spec;
   std::vector<Rule> rules;

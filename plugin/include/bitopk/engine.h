@@ -24,7 +24,9 @@ struct EngineState {
   int rank = 0;
   int world_size = 0;
   std::string description;  // of tensors and settings; must match when loading
-  double scale = 0.0;       // 0: no step yet
+  Sparsity density;         // of SetDensity; both 0 if it was not called
+  Sparsity density_down;
+  double scale = 0.0;  // 0: no step yet
   std::uint64_t schedule_step = 0;
   std::vector<std::vector<float>> worker_memory;  // by tensor; empty where there is none
   std::vector<std::vector<float>>
