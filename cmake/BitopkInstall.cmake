@@ -6,6 +6,10 @@ include(CMakePackageConfigHelpers)
 
 set(bitopk_cmake_dir ${CMAKE_INSTALL_LIBDIR}/cmake/bitopk)
 set_target_properties(bitopk_kernels PROPERTIES EXPORT_NAME kernels)
+if(BUILD_SHARED_LIBS)
+  # The engine finds the kernels beside it, wherever the two are put.
+  set_target_properties(bitopk PROPERTIES INSTALL_RPATH "\$ORIGIN")
+endif()
 
 install(TARGETS bitopk_kernels bitopk EXPORT bitopkTargets
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT development

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# install_test.sh CMAKE BUILD_DIR CXX: installs the build into an empty prefix, builds the program of tests/install/consumer
-# against what was installed, once through find_package(bitopk) and once through pkg-config, and runs two ranks of each.
-# CTest runs it as install_test.
+# install_test.sh CMAKE GENERATOR BUILD_DIR CXX: installs the build into an empty prefix, builds the program of
+# tests/install/consumer against what was installed, once through find_package(bitopk) and once through pkg-config, and
+# runs two ranks of each. CTest runs it as install_test.
 set -euo pipefail
 
-cmake="$1" build_dir="$2" cxx="$3"
+cmake="$1" build_dir="$3" cxx="$4"
+# Perhaps there is no make on this machine, which is CMake's own choice.
+export CMAKE_GENERATOR="$2"
 consumer="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/consumer"
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
