@@ -461,11 +461,11 @@ def draw(results: list[Result], world_size: int, path: Path) -> None:
                 "linewidth": 2,
                 "marker": "o",
                 "markersize": 3.5,
-                "label": f"{result.method} ({result.test_accuracy[-1]:.1f} %)",
             }
-            left.plot(result.epochs, result.test_accuracy, **line)
-            right.plot(result.megabytes_sent, result.test_accuracy, **line)
-            label_end(right, result)
+            last = f"{result.method} ({result.test_accuracy[-1]:.1f} %)"
+            ratio = f"{result.method} ({result.compression_ratio:,.0f}x)"
+            left.plot(result.epochs, result.test_accuracy, label=last, **line)
+            right.plot(result.megabytes_sent, result.test_accuracy, label=ratio, **line)
         left.set(xlabel="epochs", ylabel="test accuracy in %", title="accuracy per epoch")
         left.set_xlim(left=0)
         left.set_ylim(*accuracy_limits(results))
@@ -475,23 +475,11 @@ def draw(results: list[Result], world_size: int, path: Path) -> None:
             right.margins(x=0.12)
             right.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         left.legend(frameon=False, loc="lower right")
+        right.legend(frameon=False, loc="lower center", title="dense bytes over bytes sent")
         figure.suptitle(f"Fashion-MNIST, MLP 784-256-128-64-10, {world_size} ranks", y=0.99)
         figure.tight_layout()
         figure.savefig(path, dpi=150)
         plt.close(figure)
-
-
-def label_end(axes: object, result: Result) -> None:
-    """Write the compression ratio at the end of a line."""
-    axes.annotate(  # type: ignore[attr-defined]
-        f"{result.compression_ratio:,.0f}x",
-        (result.megabytes_sent[-1], result.test_accuracy[-1]),
-        xytext=(7, 0),
-        textcoords="offset points",
-        va="center",
-        color=COLOURS[result.method],
-        fontweight="bold",
-    )
 
 
 def accuracy_limits(results: list[Result]) -> tuple[float, float]:

@@ -118,7 +118,7 @@ void CheckHeader(const MessageHeader& got, const MessageTag& expected, int rank,
                                               rank, " is in ", DescribeTag(got.tag), ", rank ",
                                               my_rank, " in ", where()));
   }
-  if (std::memcmp(&got.tag.scale, &expected.scale, sizeof expected.scale) != 0) {
+  if (got.tag.scale != expected.scale) {  // true for NaN, too
     throw CommunicationError(internal::StrCat(where(), ": the ranks disagree about the step: rank ",
                                               rank, " has ", DescribeStep(got.tag.scale), ", rank ",
                                               my_rank, " has ", DescribeStep(expected.scale)));

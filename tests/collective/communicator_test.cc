@@ -506,8 +506,9 @@ TEST(InProcessCommunicator, ServesAHundredRanks) {
   const auto begin = std::chrono::steady_clock::now();
   testing::RunRanks(Transport::kInProcess, 100, [](Communicator& comm) {
     for (std::uint64_t step = 0; step < 20; ++step) {
-      ExchangeAndCheck(comm, step,
-                       [](int from, int to) { return static_cast<std::size_t>(from + to); });
+      ExchangeAndCheck(comm, step, [](int from, int to) {
+        return static_cast<std::size_t>(from) + static_cast<std::size_t>(to);
+      });
       std::vector<std::uint64_t> counts(64, 2);
       comm.AllReduceSum(Tag(step), counts);
       EXPECT_EQ(counts, std::vector<std::uint64_t>(64, 200));
@@ -540,7 +541,7 @@ TEST(GlooBootstrap, RefusesNonsense) {
   GlooOptions options;
   options.interface = "no-such-interface";
   try {
-    GlooBootstrap(0, 2, options);
+    const GlooBootstrap bootstrap(0, 2, options);
     ADD_FAILURE() << "no exception";
   } catch (const InvalidArgumentError& error) {
     EXPECT_THAT(error.what(), HasSubstr("no-such-interface"));
@@ -564,7 +565,7 @@ TEST(GlooBootstrap, RefusesAddressesOfAnotherWorld) {
   GlooBootstrap second(1, 2, Loopback());
   GlooBootstrap other(1, 3, Loopback());
   const auto& a = first.address();
-  const auto b = second.address();
+  const auto& b = second.address();
   EXPECT_THROW(first.Connect({a}), InvalidArgumentError);
   EXPECT_THROW(first.Connect({b, a}), InvalidArgumentError);
   EXPECT_THROW(first.Connect({a, other.address()}), InvalidArgumentError);

@@ -454,7 +454,7 @@ class EngineDamage : public EngineDisagreement {
 
   // Tampers with every message of the phase in step 3 (the steps count from 1), from rank 0.
   static testing::TamperingCommunicator::Tamper In(Phase phase,
-                                                   std::function<void(Buffer&)> change) {
+                                                   const std::function<void(Buffer&)>& change) {
     return [phase, change](const MessageTag& tag, int from, Buffer& bytes) {
       if (tag.phase != phase || tag.step != 3 || from != 0 || bytes.empty()) return false;
       change(bytes);
