@@ -463,7 +463,8 @@ def draw(results: list[Result], world_size: int, path: Path) -> None:
                 "markersize": 3.5,
             }
             last = f"{result.method} ({result.test_accuracy[-1]:.1f} %)"
-            ratio = f"{result.method} ({result.compression_ratio:,.0f}x)"
+            fewer = f" ({result.compression_ratio:,.0f}x fewer)" if result.method != "dense" else ""
+            ratio = f"{result.method}{fewer}"
             left.plot(result.epochs, result.test_accuracy, label=last, **line)
             right.plot(result.megabytes_sent, result.test_accuracy, label=ratio, **line)
         left.set(xlabel="epochs", ylabel="test accuracy in %", title="accuracy per epoch")
@@ -475,7 +476,7 @@ def draw(results: list[Result], world_size: int, path: Path) -> None:
             right.margins(x=0.12)
             right.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         left.legend(frameon=False, loc="lower right")
-        right.legend(frameon=False, loc="lower center", title="dense bytes over bytes sent")
+        right.legend(frameon=False, loc="lower right")
         figure.suptitle(f"Fashion-MNIST, MLP 784-256-128-64-10, {world_size} ranks", y=0.99)
         figure.tight_layout()
         figure.savefig(path, dpi=150)
