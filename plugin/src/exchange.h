@@ -59,7 +59,6 @@ struct ExchangeWorkspace {
   ByteBuffer broadcast;
   std::vector<ThresholdQuery> queries;
   std::vector<std::uint64_t> counts;
-  ByteBuffer dense_sum;
   ByteBuffer dense_flat;
   ReceiveBuffer uplink;
   ReceiveBuffer downlink;

@@ -41,13 +41,15 @@ struct Unit {
   std::size_t k_up = 0;
   std::size_t k_down = 0;
   WorkerMemory worker;
-  Server server;             // this rank's share
-  double sent_square = 0.0;  // of the last step, for the statistics: squares of the entries sent,
-  double sent_error_square = 0.0;  // of what rounding took from them,
-  double gradient_square =
-      0.0;  // and of the whole gradient if there is no memory to derive it from
-  bool memory_in_use =
-      false;  // some step was compressed, or memories were loaded; equal on all ranks
+  Server server;  // this rank's share
+  // Some step was compressed, or memories were loaded; equal on all ranks.
+  bool memory_in_use = false;
+
+  // Sums of squares of the last step, for the statistics: of the entries sent, of what rounding
+  // took from them, and of the whole gradient if there is no memory to derive it from.
+  double sent_square = 0.0;
+  double sent_error_square = 0.0;
+  double gradient_square = 0.0;
 
   bool unidirectional() const { return k_down >= num_entries; }
   /// The sum of a unidirectional unit is not compressed at all.
