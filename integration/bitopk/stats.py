@@ -17,8 +17,8 @@ class Stats:
     steps : int
         Finished steps, those included that were dropped.
     bytes_sent, bytes_received : int
-        Bytes that this rank put on and took from its links, headers, histograms and start-up
-        included.
+        Bytes that this rank put on and took from its links, headers, histograms and the agreement
+        at start included.
     entries_up : int
         Entries of compressed tensors that this rank sent towards the servers.
     entries_down : int

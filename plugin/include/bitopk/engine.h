@@ -98,7 +98,7 @@ class Engine {
 
   /// Copies the worker memory of a tensor (shape of the tensor) as it stands after the last step.
   void ReadWorkerMemory(std::size_t tensor, Span<float> out);
-  /// Adds this rank's share of the server memory of a tensor to `out` (shape of the tensor):
+  /// Writes this rank's share of the server memory of a tensor to `out` (shape of the tensor):
   /// entries that other ranks serve are left alone. Starting from zeros, the union over ranks is
   /// the whole memory; with the allgather exchange one rank has it all.
   void ReadServerShare(std::size_t tensor, Span<float> out);

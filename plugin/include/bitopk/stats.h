@@ -27,14 +27,15 @@ const char* StageName(Stage stage);
 struct Stats {
   std::uint64_t steps = 0;          // finished steps, dropped ones included
   std::uint64_t dropped_steps = 0;  // of these, steps dropped because of NaN or Inf
-  std::uint64_t bytes_sent =
-      0;  // put on this rank's links: headers, histograms and start-up included
+  // Put on this rank's links: headers, histograms and the agreement at start included.
+  std::uint64_t bytes_sent = 0;
   std::uint64_t bytes_received = 0;
-  std::uint64_t entries_up =
-      0;  // entries of compressed tensors that this rank sent towards the servers
-  std::uint64_t entries_down = 0;  // entries of compressed tensors in the results
-  std::uint64_t dense_bytes =
-      0;  // what a ring allreduce of the same tensors would have sent from this rank
+  // Entries of compressed tensors that this rank sent towards the servers, and those in the
+  // results.
+  std::uint64_t entries_up = 0;
+  std::uint64_t entries_down = 0;
+  // What a ring allreduce of the same tensors would have sent from this rank.
+  std::uint64_t dense_bytes = 0;
   /// 1 - |x - C(x)|^2 / |x|^2 of the last step over all compressed tensors of this rank (up) and of
   /// the sums that this rank serves (down); NaN if there was none.
   double contraction_up = 0.0;
