@@ -18,9 +18,9 @@ from pathlib import Path
 from bitopk import _core
 from bitopk.errors import Error, InvalidArgumentError
 
-__all__ = ["connect"]
+__all__ = ["LAUNCH_STORE", "connect"]
 
-LAUNCH_STORE = "BITOPK_LAUNCH_STORE"
+LAUNCH_STORE = "BITOPK_LAUNCH_STORE"  # folder that the ranks of `bitopk launch` meet in
 INTERFACE = "BITOPK_IFACE"
 
 _launch_contexts = itertools.count()

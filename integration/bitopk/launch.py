@@ -24,10 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["STORE_VARIABLE", "add_command", "launch"]
+from bitopk.hosts import LAUNCH_STORE
+__all__ = ["add_command", "launch"]
 
-STORE_VARIABLE = "BITOPK_LAUNCH_STORE"
-"""Environment variable with the folder of Gloo's file store; `bitopk.init` reads it."""
 
 OUTPUT_MODES = ("prefix", "plain", "rank0")
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -146,7 +145,7 @@ def _rank_environment(rank: int, num_ranks: int, store: str) -> dict[str, str]:
         LOCAL_WORLD_SIZE=str(num_ranks),
         PYTHONUNBUFFERED="1",
     )
-    environment[STORE_VARIABLE] = store
+    environment[LAUNCH_STORE] = store
     return environment
 
 

@@ -72,7 +72,7 @@ class Engine::Impl {
                        "Engine::Register: two tensors are called \"", tensor.name, "\"");
     }
     plan_ = MakePlan(tensors, config_, comm_->rank(), comm_->size());
-    if (density_.density > 0.0) ApplyDensity();
+    ApplyDensity();
     tensors_ = std::move(tensors);
     registered_ = true;
     description_ = DescribeJob(config_, tensors_);
@@ -94,8 +94,8 @@ class Engine::Impl {
                      op_ == Op::kAverage ? "average" : "sum", " by the first step; got ",
                      op == Op::kAverage ? "average" : "sum");
     Wait();
+    CheckScale(scale);  // before the commit: a refused call changes nothing
     CommitPending();
-    CheckScale(scale);
     op_ = op;
     pending_scale_ = scale;
     ++steps_begun_;
@@ -271,7 +271,7 @@ class Engine::Impl {
     }
     density_ = state.density;
     density_down_ = state.density_down;
-    if (density_.density > 0.0) ApplyDensity();
+    ApplyDensity();
     scale_ = state.scale;
     schedule_step_ = state.schedule_step;
   }
@@ -366,10 +366,11 @@ class Engine::Impl {
   // Memories are multiplied by the ratio as float32: it must not turn them into Inf, NaN or
   // nothing.
   void CheckScale(double scale) const {
-    if (scale_ == 0.0) return;
-    const auto ratio = static_cast<float>(scale / scale_);
+    const double last = pending_ ? pending_scale_ : scale_;
+    if (last == 0.0) return;
+    const auto ratio = static_cast<float>(scale / last);
     BITOPK_CHECK_ARG(std::isfinite(ratio) && ratio > 0.0F, "Engine::BeginStep: scale went from ",
-                     scale_, " to ", scale, "; their ratio must be a positive float32");
+                     last, " to ", scale, "; their ratio must be a positive float32");
   }
 
   void CheckEnded() const {
@@ -465,11 +466,13 @@ class Engine::Impl {
         "; memories are as before the step (rank ", comm_->rank(), " of ", comm_->size(), ")"));
   }
 
+  // The densities of SetDensity, or those of the settings while it has not been called.
   void ApplyDensity() {
+    const bool changed = density_.density > 0.0;
     for (Unit& unit : plan_.units) {
       if (!unit.compressed || unit.from_rule) continue;
-      unit.spec.up = density_;
-      unit.spec.down = density_down_;
+      unit.spec.up = changed ? density_ : config_.spec.up;
+      unit.spec.down = changed ? density_down_ : config_.spec.down;
       SetEntriesToKeep(unit);
     }
   }

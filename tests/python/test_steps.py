@@ -78,6 +78,25 @@ def test_a_scale_that_float32_memories_cannot_follow_is_refused_and_changes_noth
     assert group.allreduce({"x": np.float32([1, 2])}, scale=1e-30)["x"].tolist() == [2, 0]
 
 
+def test_a_refused_scale_does_not_make_the_step_before_final():
+    group = one_rank(SPEC)
+    group.allreduce({"x": np.float32([1, 2])}, scale=1e-30)
+    with pytest.raises(InvalidArgumentError, match="scale"):
+        group.allreduce({"x": np.float32([1, 2])}, scale=1e30)
+    group.rollback()
+    assert group.worker_memory()["x"].tolist() == [0, 0]
+
+
+def test_a_state_without_set_density_brings_the_densities_of_the_settings_back():
+    grads = [g["x"] for step in range(2) for g in make_grads({"x": (5000,)}, 1, "normal", step)]
+    group = one_rank(Compression.topk(0.1))
+    group.allreduce({"x": grads[0]})
+    state = group.state_dict()
+    group.set_density(0.01)
+    group.load_state_dict(state)
+    assert np.count_nonzero(group.allreduce({"x": grads[1]})["x"]) == 500
+
+
 def test_a_local_group_whose_ranks_disagree_at_first_can_still_be_used():
     group = bitopk.LocalGroup(2, SPEC)
     with pytest.raises(InvalidArgumentError, match=r"rank 0 has .*rank 1 has"):
