@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bitopk.hosts import LAUNCH_STORE
+
 __all__ = ["add_command", "launch"]
 
 
