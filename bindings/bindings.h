@@ -19,6 +19,7 @@ void RegisterErrors(pybind11::module_& module);
 void RegisterTopK(pybind11::module_& module);
 void RegisterConfig(pybind11::module_& module);
 void RegisterEngine(pybind11::module_& module);
+void RegisterLentCommunicator(pybind11::module_& module);
 
 /// The array's memory as float32. Nothing is converted or copied.
 /// @throws InvalidArgumentError  unless it is float32, C-contiguous, in native byte order (and

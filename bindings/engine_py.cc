@@ -4,13 +4,13 @@
 #include <pybind11/stl.h>
 
 #include <chrono>
-#include <optional>
-#include <tuple>
+#include <map>
 
 #include "bindings.h"
 #include "bitopk/engine.h"
 #include "bitopk/gloo_communicator.h"
 #include "bitopk/in_process.h"
+#include "engine_handle.h"
 
 namespace bitopk::python {
 namespace py = pybind11;
@@ -40,90 +40,6 @@ GlooOptions Options(const std::string& interface, const std::string& hostname, d
   return options;
 }
 
-/// One tensor of a step: number, gradient, result or None.
-using Submission = std::tuple<std::size_t, py::array, std::optional<py::array>>;
-
-// An engine with the arrays of the step under way, which live as long as the engine may touch them,
-// whatever Python drops or collects. The GIL is not held while anything waits.
-class EngineHandle {
- public:
-  explicit EngineHandle(std::unique_ptr<Engine> engine) : engine_(std::move(engine)) {}
-  ~EngineHandle() { Close(); }
-  EngineHandle(const EngineHandle&) = delete;
-  EngineHandle& operator=(const EngineHandle&) = delete;
-
-  Engine& engine() const {
-    if (engine_ == nullptr) throw Error("the group was closed");
-    return *engine_;
-  }
-
-  void Close() {
-    {
-      const py::gil_scoped_release release;
-      engine_.reset();
-    }
-    arrays_.clear();
-  }
-
-  void Register(const std::vector<std::pair<std::string, py::array>>& tensors) {
-    std::vector<TensorSpec> specs;
-    for (const auto& [name, array] : tensors) {
-      specs.push_back({name, static_cast<std::size_t>(array.size()),
-                       DTypeOf(array, "tensor \"" + name + "\"")});
-    }
-    engine().Register(std::move(specs));
-  }
-
-  // A whole step in one call, so that no interrupt leaves it half submitted. The step before must
-  // be done.
-  void StartStep(Op op, double scale, const std::vector<Submission>& submissions) {
-    std::vector<TensorSubmission> checked;
-    for (const auto& [tensor, gradient, result] : submissions) {
-      checked.push_back(Check(tensor, gradient, result));
-    }
-    {
-      const py::gil_scoped_release release;
-      engine().BeginStep(op, scale);
-    }
-    arrays_ = submissions;
-    const py::gil_scoped_release release;
-    for (std::size_t i = 0; i < checked.size(); ++i) {
-      engine().Submit(std::get<0>(submissions[i]), checked[i]);
-    }
-    engine().EndStep();
-  }
-
- private:
-  TensorSubmission Check(std::size_t tensor, const py::array& gradient,
-                         const std::optional<py::array>& result) const {
-    BITOPK_CHECK_ARG(tensor < engine().tensors().size(), "submit: tensor ", tensor, " of ",
-                     engine().tensors().size());
-    const TensorSpec& spec = engine().tensors()[tensor];
-    CheckArray(spec, gradient, "gradient");
-    TensorSubmission submission;
-    submission.gradient = gradient.data();
-    if (result) {
-      CheckArray(spec, *result, "result");
-      BITOPK_CHECK_ARG(result->writeable(), "result of \"", spec.name, "\": must be writable");
-      submission.result = const_cast<void*>(result->data());
-    }
-    return submission;
-  }
-
-  static void CheckArray(const TensorSpec& spec, const py::array& array, const char* what) {
-    const std::string where = std::string(what) + " of \"" + spec.name + "\"";
-    const DType dtype = DTypeOf(array, where);
-    BITOPK_CHECK_ARG(dtype == spec.dtype, where, ": registered as ", DTypeName(spec.dtype),
-                     "; got ", DTypeName(dtype));
-    BITOPK_CHECK_ARG(static_cast<std::size_t>(array.size()) == spec.num_entries, where,
-                     ": registered with ", spec.num_entries, " entries; got ", array.size());
-    BITOPK_CHECK_ARG((array.flags() & py::array::c_style) != 0, where, ": must be C-contiguous");
-  }
-
-  std::unique_ptr<Engine> engine_;
-  std::vector<Submission> arrays_;
-};
-
 // One step of several ranks of this process: an interrupt cannot come between them.
 void StartSteps(const std::vector<EngineHandle*>& handles, Op op, double scale,
                 const std::vector<std::vector<Submission>>& submissions) {
@@ -138,7 +54,7 @@ std::unique_ptr<EngineHandle> ConnectBootstrap(GlooBootstrap& bootstrap,
   std::vector<std::vector<std::uint8_t>> all;
   for (const py::bytes& address : addresses) all.push_back(FromBytes(address));
   const py::gil_scoped_release release;
-  return std::make_unique<EngineHandle>(std::make_unique<Engine>(bootstrap.Connect(all), config));
+  return std::make_unique<EngineHandle>(bootstrap.Connect(all), config);
 }
 
 std::vector<std::unique_ptr<EngineHandle>> InProcessEngines(int world_size, const Config& config,
@@ -147,8 +63,7 @@ std::vector<std::unique_ptr<EngineHandle>> InProcessEngines(int world_size, cons
   InProcessGroup group(world_size, Milliseconds(timeout));
   std::vector<std::unique_ptr<EngineHandle>> engines;
   for (int rank = 0; rank < world_size; ++rank) {
-    engines.push_back(
-        std::make_unique<EngineHandle>(std::make_unique<Engine>(group.communicator(rank), config)));
+    engines.push_back(std::make_unique<EngineHandle>(group.communicator(rank), config));
   }
   return engines;
 }
@@ -165,6 +80,29 @@ std::vector<float> VectorOf(const py::object& array) {
   return {view.begin(), view.end()};
 }
 
+// Memories by name, without those that do not exist.
+py::dict ByName(const Engine& engine, const std::vector<std::vector<float>>& memories) {
+  py::dict out;
+  for (std::size_t tensor = 0; tensor < memories.size(); ++tensor) {
+    if (!memories[tensor].empty())
+      out[py::str(engine.tensors()[tensor].name)] = ArrayOrNone(memories[tensor]);
+  }
+  return out;
+}
+
+std::vector<std::vector<float>> ByNumber(const Engine& engine, const py::dict& memories) {
+  std::map<std::string, std::size_t> numbers;
+  for (std::size_t i = 0; i < engine.tensors().size(); ++i) numbers[engine.tensors()[i].name] = i;
+  std::vector<std::vector<float>> out(engine.tensors().size());
+  for (const auto& [key, array] : memories) {
+    const auto found = numbers.find(py::cast<std::string>(key));
+    BITOPK_CHECK_ARG(found != numbers.end(), "load_state: the state has a memory of \"",
+                     py::cast<std::string>(key), "\", which is no tensor of this engine");
+    out[found->second] = VectorOf(py::reinterpret_borrow<py::object>(array));
+  }
+  return out;
+}
+
 py::dict SaveState(Engine& engine) {
   EngineState state;
   {
@@ -174,17 +112,25 @@ py::dict SaveState(Engine& engine) {
   py::dict out;
   out["rank"] = state.rank;
   out["world_size"] = state.world_size;
-  out["description"] = state.description;
+  out["tensors"] = state.tensors;
+  out["settings"] = state.settings;
   out["density"] = state.density.density;
   out["density_down"] = state.density_down.density;
   out["scale"] = state.scale;
+  out["tensor_scales"] = state.tensor_scales;
   out["schedule_step"] = state.schedule_step;
-  py::list worker;
-  for (const auto& memory : state.worker_memory) worker.append(ArrayOrNone(memory));
-  out["worker_memory"] = worker;
-  py::list server;
-  for (const auto& memory : state.server_memory) server.append(ArrayOrNone(memory));
-  out["server_memory"] = server;
+  out["worker_memory"] = ByName(engine, state.worker_memory);
+  out["server_memory"] = ByName(engine, state.server_memory);
+  py::dict layout;
+  for (std::size_t tensor = 0; tensor < engine.tensors().size(); ++tensor) {
+    if (state.server_memory[tensor].empty() && engine.tensors()[tensor].num_entries == 0) continue;
+    const ServerLayout part = engine.server_layout(tensor);
+    py::list fields;
+    for (const std::uint64_t field : {part.block, part.owners, part.first_owner, part.offset})
+      fields.append(field);
+    layout[py::str(engine.tensors()[tensor].name)] = fields;
+  }
+  out["server_layout"] = layout;
   return out;
 }
 
@@ -192,17 +138,16 @@ void LoadState(Engine& engine, const py::dict& in) {
   EngineState state;
   state.rank = py::cast<int>(in["rank"]);
   state.world_size = py::cast<int>(in["world_size"]);
-  state.description = py::cast<std::string>(in["description"]);
+  state.tensors = py::cast<std::string>(in["tensors"]);
+  state.settings = py::cast<std::string>(in["settings"]);
   state.density.density = py::cast<double>(in["density"]);
   state.density_down.density = py::cast<double>(in["density_down"]);
   state.scale = py::cast<double>(in["scale"]);
+  state.tensor_scales = py::cast<std::vector<double>>(in["tensor_scales"]);
   state.schedule_step = py::cast<std::uint64_t>(in["schedule_step"]);
-  for (const py::handle memory : py::cast<py::list>(in["worker_memory"])) {
-    state.worker_memory.push_back(VectorOf(py::reinterpret_borrow<py::object>(memory)));
-  }
-  for (const py::handle memory : py::cast<py::list>(in["server_memory"])) {
-    state.server_memory.push_back(VectorOf(py::reinterpret_borrow<py::object>(memory)));
-  }
+  state.worker_memory = ByNumber(engine, py::cast<py::dict>(in["worker_memory"]));
+  state.server_memory = ByNumber(engine, py::cast<py::dict>(in["server_memory"]));
+  state.whole_server_memory = py::cast<bool>(in["whole_server_memory"]);
   const py::gil_scoped_release release;
   engine.LoadState(state);
 }
@@ -244,6 +189,12 @@ py::list GatherServerMemory(Engine& engine) {
   return out;
 }
 
+std::vector<py::bytes> ToByteList(const std::vector<std::vector<std::uint8_t>>& parts) {
+  std::vector<py::bytes> out;
+  for (const auto& part : parts) out.push_back(ToBytes(part));
+  return out;
+}
+
 std::vector<py::bytes> AllGather(Engine& engine, const py::bytes& bytes) {
   const std::vector<std::uint8_t> own = FromBytes(bytes);
   std::vector<std::vector<std::uint8_t>> parts;
@@ -251,9 +202,17 @@ std::vector<py::bytes> AllGather(Engine& engine, const py::bytes& bytes) {
     const py::gil_scoped_release release;
     parts = engine.AllGather(own);
   }
-  std::vector<py::bytes> out;
-  for (const auto& part : parts) out.push_back(ToBytes(part));
-  return out;
+  return ToByteList(parts);
+}
+
+std::vector<py::bytes> AllToAll(Engine& engine, const std::vector<py::bytes>& own) {
+  std::vector<std::vector<std::uint8_t>> parts;
+  for (const py::bytes& part : own) parts.push_back(FromBytes(part));
+  {
+    const py::gil_scoped_release release;
+    parts = engine.AllToAll(parts);
+  }
+  return ToByteList(parts);
 }
 
 // (ranks, what, seconds) of the wait under way.
@@ -272,11 +231,29 @@ void RegisterEngine(py::module_& module) {
       .def_property_readonly("size", [](const EngineHandle& h) { return h.engine().size(); })
       .def_property_readonly("decisions",
                              [](const EngineHandle& h) { return h.engine().decisions(); })
+      .def_property_readonly("settings",
+                             [](const EngineHandle& h) { return h.engine().config().Describe(); })
       .def_property_readonly("warnings",
                              [](const EngineHandle& h) { return h.engine().warnings(); })
       .def("close", &EngineHandle::Close)
+      .def_property_readonly("schedule_step",
+                             [](const EngineHandle& h) { return h.engine().schedule_step(); })
+      .def("sibling",
+           [](const EngineHandle& h, const Config& config) {
+             const py::gil_scoped_release release;
+             return h.Sibling(config);
+           })
       .def("register", &EngineHandle::Register)
       .def("start_step", &EngineHandle::StartStep)
+      .def("begin_step", &EngineHandle::BeginStep)
+      .def("submit",
+           [](EngineHandle& h, std::size_t tensor, const py::array& gradient,
+              const std::optional<py::array>& result) {
+             h.Submit({tensor, gradient, result});
+           })
+      .def("end_step", &EngineHandle::EndStep)
+      .def("is_tensor_completed",
+           [](const EngineHandle& h, std::size_t tensor) { return h.engine().IsCompleted(tensor); })
       .def("is_completed", [](const EngineHandle& h) { return h.engine().IsCompleted(); })
       .def("wait_for",
            [](const EngineHandle& h, double seconds) {
@@ -292,6 +269,13 @@ void RegisterEngine(py::module_& module) {
            [](const EngineHandle& h) {
              const py::gil_scoped_release release;
              h.engine().Rollback();
+           })
+      .def("return_to_worker_memory",
+           [](const EngineHandle& h, std::size_t tensor, const py::array& values, float factor) {
+             const Span<float> view =
+                 FloatView(values, "return_to_worker_memory: values", /*writable=*/false);
+             const py::gil_scoped_release release;
+             return h.engine().ReturnToWorkerMemory(tensor, view, factor);
            })
       .def("read_worker_memory",
            [](const EngineHandle& h, std::size_t tensor, const py::array& out) {
@@ -317,8 +301,15 @@ void RegisterEngine(py::module_& module) {
            [](const EngineHandle& h, const py::dict& state) { LoadState(h.engine(), state); })
       .def("stats", [](const EngineHandle& h) { return StatsDict(h.engine()); })
       .def("waiting", [](const EngineHandle& h) { return WaitingTuple(h.engine()); })
-      .def("all_gather", [](const EngineHandle& h, const py::bytes& bytes) {
-        return AllGather(h.engine(), bytes);
+      .def("abort",
+           [](const EngineHandle& h, const std::string& reason) {
+             const py::gil_scoped_release release;
+             h.engine().Abort(reason);
+           })
+      .def("all_gather", [](const EngineHandle& h,
+                            const py::bytes& bytes) { return AllGather(h.engine(), bytes); })
+      .def("all_to_all", [](const EngineHandle& h, const std::vector<py::bytes>& parts) {
+        return AllToAll(h.engine(), parts);
       });
   module.def("start_steps", &StartSteps);
 
@@ -341,9 +332,9 @@ void RegisterEngine(py::module_& module) {
       [](const std::string& directory, int rank, int size, const std::string& interface,
          const std::string& hostname, double timeout, const Config& config) {
         const py::gil_scoped_release release;
-        return std::make_unique<EngineHandle>(std::make_unique<Engine>(
+        return std::make_unique<EngineHandle>(
             ConnectThroughFileStore(directory, rank, size, Options(interface, hostname, timeout)),
-            config));
+            config);
       },
       py::arg("directory"), py::arg("rank"), py::arg("size"), py::arg("interface"),
       py::arg("hostname"), py::arg("timeout"), py::arg("config"));

@@ -10,4 +10,5 @@ PYBIND11_MODULE(_core, module) {
   bitopk::python::RegisterTopK(module);
   bitopk::python::RegisterConfig(module);
   bitopk::python::RegisterEngine(module);
+  bitopk::python::RegisterLentCommunicator(module);
 }

@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import numbers
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from bitopk import _core
+from bitopk import _core, checkpoint
 from bitopk._tensors import empty_like, host_view
 from bitopk.errors import InvalidArgumentError
 from bitopk.stats import Stats
@@ -78,6 +79,7 @@ class RankEngine:
         self._op: Any = None
         self.registered = False
         self._last: Step | None = None
+        self._state_to_load: dict[str, Any] | None = None
 
     def prepare(self, grads: Any, out: Any) -> Step:
         """Check one rank's gradients and make room for the results; nothing else is changed."""
@@ -152,16 +154,51 @@ class RankEngine:
         self._last = step
         self._op = op
 
+    def started_op(self, op: _core.Op) -> None:
+        """Take note of the operation of a step that is submitted tensor by tensor."""
+        self._op = op
+
     def register(self, step: Step) -> None:
         """At the first step, fix the set of tensors; the comparison among ranks goes on behind."""
         if self.registered:
             return
         views = {name: view for name, view, _ in step.views}
         names = sorted(views, key=lambda name: name.encode())
-        self.engine.register([(name, views[name]) for name in names])
-        self._numbers = {name: number for number, name in enumerate(names)}
-        self._shapes = {name: views[name].shape for name in names}
-        self._dtypes = {name: views[name].dtype for name in names}
+        self.register_tensors([(name, views[name].shape, views[name].dtype) for name in names])
+        if self._state_to_load is not None:
+            self.load_state(self._state_to_load)
+
+    def register_tensors(
+        self,
+        tensors: Iterable[tuple[str, tuple[int, ...], np.dtype]],
+        result_formats: Mapping[str, str] | None = None,
+    ) -> None:
+        """Fix the set of tensors, in this order.
+
+        Parameters
+        ----------
+        tensors : iterable of (str, shape, dtype)
+            float32, float64, int32 or int64.
+        result_formats : dict, optional
+            By name, "float16" or "bfloat16" if the caller's own type is that; see TensorSpec of
+            tensor.h.
+        """
+        formats = result_formats or {}
+        tensors = list(tensors)
+        self.engine.register(
+            [
+                (
+                    name,
+                    math.prod(shape),
+                    np.dtype(dtype).name,
+                    getattr(_core.ValueFormat, formats.get(name, "float32")),
+                )
+                for name, shape, dtype in tensors
+            ]
+        )
+        self._numbers = {name: number for number, (name, _, _) in enumerate(tensors)}
+        self._shapes = {name: tuple(shape) for name, shape, _ in tensors}
+        self._dtypes = {name: np.dtype(dtype) for name, _, dtype in tensors}
         self.registered = True
         for line in self.engine.decisions:
             logger.info("%s", line)
@@ -174,14 +211,14 @@ class RankEngine:
         if self._last is not None and not self._last.done:
             self.finish(self._last)
         else:
-            self._wait(None)
+            self.wait()
 
     def finish(self, step: Step, timeout: float | None = None) -> bool:
         """Wait until `step` is done, well or not; returns False after `timeout` seconds."""
         if step.done:
             return True
         try:
-            if not self._wait(timeout):
+            if not self.wait(timeout):
                 return False
         except Exception as error:
             step.error = error
@@ -192,7 +229,8 @@ class RankEngine:
         """Tell, without waiting, whether `step` is done."""
         return step.done or self.engine.is_completed()
 
-    def _wait(self, timeout: float | None) -> bool:
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the engine and say now and then for whom; False after `timeout` seconds."""
         end = None if timeout is None else time.monotonic() + timeout
         report_after = _REPORT_WAIT_AFTER_SECONDS
         while True:
@@ -237,9 +275,51 @@ class RankEngine:
             if self._dtypes[name] == np.float32
         }
 
+    def number_of(self, name: str) -> int:
+        """Return the engine's number of a tensor."""
+        return self._numbers[name]
+
+    def save_state(self) -> dict[str, Any]:
+        """Return this rank's part of the state; see `bitopk.checkpoint`."""
+        part = {
+            "format": checkpoint.FORMAT,
+            **self.engine.save_state(),
+            "op": "" if self._op is None else self._op.name,
+            "whole_server_memory": False,
+        }
+        return checkpoint.portable(part)
+
+    def load_state(self, state: Any) -> None:
+        """Load a part or a whole state; before the tensors are known it is kept until they are."""
+        part = checkpoint.part_for(state, self.engine.rank, self.engine.size)
+        if not self.registered:
+            self._state_to_load = part
+            return
+        self._state_to_load = None
+        if part["op"] and self._op is not None and part["op"] != self._op.name:
+            raise InvalidArgumentError(
+                f"load_state_dict: the state is of op={part['op']!r}, this engine's first step "
+                f"fixed {self._op.name!r}"
+            )
+        self.settle()
+        self.engine.load_state(part)
+        if part["op"]:
+            self._op = _OPS[part["op"]]
+        if part["settings"] != self.engine.settings:
+            logger.warning(
+                "load_state_dict: the memories carry over, but the settings differ: saved with %s; "
+                "now %s",
+                *_first_difference(part["settings"], self.engine.settings),
+            )
+
     def stats(self) -> Stats:
         """Return what this rank did so far."""
         return Stats(**self.engine.stats())
+
+
+def _first_difference(left: str, right: str) -> tuple[str, str]:
+    pairs = itertools.zip_longest(left.splitlines(), right.splitlines(), fillvalue="nothing")
+    return next(pair for pair in pairs if pair[0] != pair[1])
 
 
 def _check_result(name: str, view: np.ndarray, result: np.ndarray) -> None:

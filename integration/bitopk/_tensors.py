@@ -10,12 +10,18 @@ import numpy as np
 
 from bitopk.errors import InvalidArgumentError
 
-__all__ = ["empty_like", "host_view", "is_torch_tensor"]
+__all__ = ["empty_like", "host_view", "is_torch_tensor", "torch_if_imported"]
+
+
+def torch_if_imported() -> Any:
+    """Return the module torch if something imported it, else None."""
+    torch = sys.modules.get("torch")
+    return torch if hasattr(torch, "Tensor") else None  # it may be half imported
 
 
 def is_torch_tensor(x: Any) -> bool:
     """Tell whether `x` is a torch tensor, without importing torch."""
-    torch = sys.modules.get("torch")
+    torch = torch_if_imported()
     return torch is not None and isinstance(x, torch.Tensor)
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -13,7 +13,6 @@ import numpy as np
 from bitopk import hosts
 from bitopk._rank import RankEngine, Step, check_densities, check_step_options
 from bitopk._settings import as_spec, make_config
-from bitopk._state import check_state
 from bitopk.compression import Compression
 from bitopk.errors import Error
 from bitopk.stats import Stats
@@ -21,8 +20,6 @@ from bitopk.stats import Stats
 __all__ = ["Group", "Work", "init"]
 
 logger = logging.getLogger("bitopk")
-
-_STATE_FORMAT = 1
 
 
 class Work:
@@ -175,22 +172,30 @@ class Group:
         """
         if not self._rank.registered:
             raise Error("state_dict: the group has made no step yet, so there is no state")
-        return {"format": _STATE_FORMAT, **self._rank.engine.save_state()}
+        return self._rank.save_state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of the same rank, world size, tensors and settings.
+        """Go on from a saved state; all ranks must do so.
 
-        The group must have made a step, which fixes its tensors; what it left is overwritten.
+        Before the first step, which fixes the tensors, the state is kept and loaded then.
+
+        Parameters
+        ----------
+        state : dict
+            This rank's part of a job of as many ranks, or a whole state of a job of any number of
+            ranks (`bitopk.checkpoint`).
 
         Raises
         ------
         InvalidArgumentError
-            If the state is of another job or damaged; the message names the difference, and nothing
-            is changed.
+            If the state is of another model or damaged; the message names the difference, and
+            nothing is changed. Before the first step some of these surface in that step.
         """
-        if not self._rank.registered:
-            raise Error("load_state_dict: make one step first, which fixes the set of tensors")
-        self._rank.engine.load_state(check_state(state, _STATE_FORMAT))
+        self._rank.load_state(state)
+
+    def all_to_all(self, parts: Sequence[bytes]) -> list[bytes]:
+        """Send ``parts[r]`` to rank r and return what each rank sent here. A collective call."""
+        return self._rank.engine.all_to_all(list(parts))
 
     def stats(self) -> Stats:
         """Return what this rank did so far."""

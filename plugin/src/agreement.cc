@@ -33,12 +33,13 @@ std::string Text(Bytes bytes) {
 
 }  // namespace
 
-std::string DescribeJob(const Config& config, const std::vector<TensorSpec>& tensors) {
+std::string DescribeTensors(const std::vector<TensorSpec>& tensors) {
   std::ostringstream out;
-  out << config.Describe();
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    out << "\ntensor " << i << ": \"" << tensors[i].name << "\" " << DTypeName(tensors[i].dtype)
-        << '[' << tensors[i].num_entries << ']';
+    out << (i == 0 ? "" : "\n") << "tensor " << i << ": \"" << tensors[i].name << "\" "
+        << DTypeName(tensors[i].dtype) << '[' << tensors[i].num_entries << ']';
+    if (tensors[i].result_format != kernels::ValueFormat::kFloat32)
+      out << " results as format " << static_cast<int>(tensors[i].result_format);
   }
   return out.str();
 }

@@ -8,13 +8,12 @@
 #include <vector>
 
 #include "bitopk/communicator.h"
-#include "bitopk/config.h"
 #include "bitopk/tensor.h"
 
 namespace bitopk {
 
-/// Settings and tensors as text, a line each.
-std::string DescribeJob(const Config& config, const std::vector<TensorSpec>& tensors);
+/// Tensors in registration order as text, a line each.
+std::string DescribeTensors(const std::vector<TensorSpec>& tensors);
 
 /// The first line in which two descriptions differ, as "<left>" and "<right>"; "nothing" where one
 /// of them ends.

@@ -75,29 +75,31 @@ class Engine::Impl {
     ApplyDensity();
     tensors_ = std::move(tensors);
     registered_ = true;
-    description_ = DescribeJob(config_, tensors_);
     submissions_.resize(tensors_.size());
     submitted_.assign(tensors_.size(), 0);
     missing_.assign(plan_.buckets.size(), 0);
     bucket_done_.assign(plan_.buckets.size(), 0);
     for (const TensorSpec& tensor : tensors_)
       dense_bytes_ += tensor.num_entries * DTypeBytes(tensor.dtype);
-    Post([this] { AgreeOnDescription(*comm_, description_, workspace_.uplink); });
+    Post([this] {
+      AgreeOnDescription(*comm_, config_.Describe() + '\n' + DescribeTensors(tensors_),
+                         workspace_.uplink);
+    });
   }
 
-  void BeginStep(Op op, double scale) {
+  void BeginStep(Op op, double scale, Span<const double> tensor_scales) {
     BITOPK_CHECK_ARG(registered_, "Engine::BeginStep: register tensors first");
-    BITOPK_CHECK_ARG(std::isfinite(scale) && scale > 0.0,
-                     "Engine::BeginStep: scale must be finite and positive; got ", scale);
+    CheckScales(scale, tensor_scales);
     BITOPK_CHECK_ARG(steps_begun_ == 0 || op == op_,
                      "Engine::BeginStep: the operation was fixed as ",
                      op_ == Op::kAverage ? "average" : "sum", " by the first step; got ",
                      op == Op::kAverage ? "average" : "sum");
     Wait();
-    CheckScale(scale);  // before the commit: a refused call changes nothing
+    CheckScaleRatios(scale, tensor_scales);  // before the commit: a refused call changes nothing
     CommitPending();
     op_ = op;
     pending_scale_ = scale;
+    for (Unit& unit : plan_.units) unit.pending_scale = UnitScale(unit, scale, tensor_scales);
     ++steps_begun_;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -176,6 +178,16 @@ class Engine::Impl {
     DropPending();
   }
 
+  bool ReturnToWorkerMemory(std::size_t tensor, Span<const float> values, float factor) {
+    const UnitTensor& part = PartOf(tensor, values.size(), "ReturnToWorkerMemory");
+    WaitIdle();
+    Unit& unit = plan_.units[plan_.unit_of_tensor[tensor]];
+    if (!unit.compressed || !unit.spec.worker_memory) return false;
+    float* const memory = unit.worker.latest() + part.offset;
+    for (std::size_t i = 0; i < values.size(); ++i) memory[i] += values[i] * factor;
+    return true;
+  }
+
   void ReadWorkerMemory(std::size_t tensor, Span<float> out) {
     const UnitTensor& part = PartOf(tensor, out.size(), "ReadWorkerMemory");
     WaitIdle();
@@ -221,6 +233,11 @@ class Engine::Impl {
     ApplyDensity();
   }
 
+  std::uint64_t schedule_step() {
+    WaitIdle();
+    return schedule_step_ + (pending_ ? 1 : 0);
+  }
+
   EngineState SaveState() {
     WaitIdle();
     EngineState state;
@@ -228,20 +245,31 @@ class Engine::Impl {
     state.world_size = comm_->size();
     state.density = density_;
     state.density_down = density_down_;
-    state.description = description_;
+    state.tensors = DescribeTensors(tensors_);
+    state.settings = config_.Describe();
     state.scale = pending_ ? pending_scale_ : scale_;
     state.schedule_step = schedule_step_ + (pending_ ? 1 : 0);
+    state.worker_memory.resize(tensors_.size());
+    state.server_memory.resize(tensors_.size());
     for (std::size_t tensor = 0; tensor < tensors_.size(); ++tensor) {
       const Unit& unit = plan_.units[plan_.unit_of_tensor[tensor]];
-      std::vector<float> memory;
-      if (unit.compressed && unit.worker.in_use()) {
-        memory.resize(tensors_[tensor].num_entries);
-        ReadWorkerMemory(tensor, memory);
+      if (state.scale > 0.0) {
+        const double unit_scale = pending_ ? unit.pending_scale : unit.scale;
+        state.tensor_scales.push_back(unit.compressed ? unit_scale / state.scale : 1.0);
       }
-      state.worker_memory.push_back(std::move(memory));
-    }
-    for (const Unit& unit : plan_.units) {
-      state.server_memory.emplace_back(unit.server.memory().begin(), unit.server.memory().end());
+      const UnitTensor& part = PartOf(tensor, tensors_[tensor].num_entries, "SaveState");
+      if (unit.compressed && unit.worker.in_use()) {
+        state.worker_memory[tensor].resize(part.num_entries);
+        CopyMemory(part, unit.worker.view(), state.worker_memory[tensor]);
+      }
+      const Span<const float> share = unit.server.memory();
+      if (unit.compressed && !share.empty()) {
+        ForEachServed(unit, part, [&](std::size_t, std::size_t position, std::size_t count) {
+          state.server_memory[tensor].insert(state.server_memory[tensor].end(),
+                                             share.begin() + position,
+                                             share.begin() + position + count);
+        });
+      }
     }
     return state;
   }
@@ -251,29 +279,22 @@ class Engine::Impl {
     WaitIdle();
     CheckState(state);
     DropPending();
-    for (std::size_t tensor = 0; tensor < tensors_.size(); ++tensor) {
-      const UnitTensor& part = PartOf(tensor, tensors_[tensor].num_entries, "LoadState");
-      Unit& unit = plan_.units[plan_.unit_of_tensor[tensor]];
-      const std::vector<float>& memory = state.worker_memory[tensor];
-      if (!unit.compressed || (memory.empty() && !unit.worker.in_use())) continue;
-      float* const out = unit.worker.current() + part.offset;
-      std::fill_n(out, part.num_entries, 0.0F);
-      std::copy(memory.begin(), memory.end(), out);
-    }
-    for (std::size_t number = 0; number < plan_.units.size(); ++number) {
-      Unit& unit = plan_.units[number];
-      const std::vector<float>& memory = state.server_memory[number];
+    for (std::size_t tensor = 0; tensor < tensors_.size(); ++tensor) LoadTensor(state, tensor);
+    for (Unit& unit : plan_.units) {
       unit.memory_in_use = unit.compressed && state.schedule_step > unit.spec.start_step;
-      if (memory.empty() && unit.server.memory().empty()) continue;
-      const Span<float> out = unit.server.MutableMemory();
-      std::fill(out.begin(), out.end(), 0.0F);
-      std::copy(memory.begin(), memory.end(), out.begin());
+      unit.scale = UnitScale(unit, state.scale, state.tensor_scales);
     }
     density_ = state.density;
     density_down_ = state.density_down;
     ApplyDensity();
     scale_ = state.scale;
     schedule_step_ = state.schedule_step;
+  }
+
+  ServerLayout server_layout(std::size_t tensor) const {
+    const UnitTensor& part = PartOf(tensor, tensors_.at(tensor).num_entries, "server_layout");
+    const ShareMap& shares = plan_.units[plan_.unit_of_tensor[tensor]].shares;
+    return {shares.block(), shares.num_owners(), shares.first_owner(), part.offset};
   }
 
   Stats stats() {
@@ -298,6 +319,28 @@ class Engine::Impl {
       comm_->AllGatherV(tag, bytes, 0, kMaxUserBytes, workspace_.uplink);
     });
     Wait();
+    return ReceivedParts();
+  }
+
+  std::vector<std::vector<std::uint8_t>> AllToAll(
+      const std::vector<std::vector<std::uint8_t>>& parts) {
+    CheckUsable();
+    BITOPK_CHECK_ARG(parts.size() == static_cast<std::size_t>(comm_->size()),
+                     "Engine::AllToAll: got ", parts.size(), " parts for ", comm_->size(),
+                     " ranks");
+    std::vector<Bytes> views(parts.begin(), parts.end());
+    Post([this, &views] {
+      MessageTag tag;
+      tag.message = 1;
+      tag.step = steps_begun_;
+      comm_->AllToAllV(tag, views, 0, kMaxUserBytes, workspace_.uplink);
+    });
+    Wait();
+    return ReceivedParts();
+  }
+
+ private:
+  std::vector<std::vector<std::uint8_t>> ReceivedParts() const {
     std::vector<std::vector<std::uint8_t>> parts;
     for (int rank = 0; rank < comm_->size(); ++rank) {
       const Bytes part = workspace_.uplink.part(rank);
@@ -306,7 +349,6 @@ class Engine::Impl {
     return parts;
   }
 
- private:
   // The communication thread.
   void Serve() {
     // Denormals must not be flushed, whatever the thread that created us had set: ranks would
@@ -363,14 +405,46 @@ class Engine::Impl {
   // REQUIRES: mutex_ is held, here and in CheckEnded.
   bool Idle() const { return tasks_.empty() && !running_; }
 
+  static void CheckScale(double scale) {
+    BITOPK_CHECK_ARG(std::isfinite(scale) && scale > 0.0,
+                     "Engine::BeginStep: scale must be finite and positive; got ", scale);
+  }
+
+  void CheckScales(double scale, Span<const double> tensor_scales) const {
+    CheckScale(scale);
+    if (tensor_scales.empty()) return;
+    BITOPK_CHECK_ARG(tensor_scales.size() == tensors_.size(), "Engine::BeginStep: got ",
+                     tensor_scales.size(), " tensor scales for ", tensors_.size(), " tensors");
+    for (const double factor : tensor_scales) CheckScale(scale * factor);
+    for (const Unit& unit : plan_.units) {
+      if (!unit.compressed) continue;
+      const std::size_t first = unit.tensors.front().tensor;
+      for (const UnitTensor& part : unit.tensors) {
+        BITOPK_CHECK_ARG(tensor_scales[part.tensor] == tensor_scales[first],
+                         "Engine::BeginStep: \"", tensors_[first].name, "\" and \"",
+                         tensors_[part.tensor].name,
+                         "\" are selected together (scope global) but have the scales ",
+                         tensor_scales[first], " and ", tensor_scales[part.tensor]);
+      }
+    }
+  }
+
+  static double UnitScale(const Unit& unit, double scale, Span<const double> tensor_scales) {
+    if (tensor_scales.empty() || unit.tensors.empty()) return scale;
+    return scale * tensor_scales[unit.tensors.front().tensor];
+  }
+
   // Memories are multiplied by the ratio as float32: it must not turn them into Inf, NaN or
   // nothing.
-  void CheckScale(double scale) const {
-    const double last = pending_ ? pending_scale_ : scale_;
-    if (last == 0.0) return;
-    const auto ratio = static_cast<float>(scale / last);
-    BITOPK_CHECK_ARG(std::isfinite(ratio) && ratio > 0.0F, "Engine::BeginStep: scale went from ",
-                     last, " to ", scale, "; their ratio must be a positive float32");
+  void CheckScaleRatios(double scale, Span<const double> tensor_scales) const {
+    for (const Unit& unit : plan_.units) {
+      const double last = pending_ ? unit.pending_scale : unit.scale;
+      if (last == 0.0 || !unit.compressed) continue;
+      const double next = UnitScale(unit, scale, tensor_scales);
+      const auto ratio = static_cast<float>(next / last);
+      BITOPK_CHECK_ARG(std::isfinite(ratio) && ratio > 0.0F, "Engine::BeginStep: scale went from ",
+                       last, " to ", next, "; their ratio must be a positive float32");
+    }
   }
 
   void CheckEnded() const {
@@ -415,7 +489,6 @@ class Engine::Impl {
     context.schedule_step = schedule_step_;
     context.op = op_;
     context.scale = pending_scale_;
-    context.scale_ratio = scale_ == 0.0 ? 1.0 : pending_scale_ / scale_;
     context.nonfinite_ranks.assign(context.size(), false);
     context.hash_result = config_.check_every > 0 &&
                           (steps_begun_ - 1) % config_.check_every == 0 && comm_->size() > 1;
@@ -482,6 +555,7 @@ class Engine::Impl {
     for (Unit& unit : plan_.units) {
       unit.worker.Commit();
       unit.server.Commit();
+      unit.scale = unit.pending_scale;
     }
     pending_ = false;
     scale_ = pending_scale_;
@@ -512,17 +586,31 @@ class Engine::Impl {
     return unit.shares.replicated() ? 0 : static_cast<std::size_t>(comm_->rank());
   }
 
-  // Copies those entries of a share that belong to `part` to the tensor's array.
-  static void AddShare(const Unit& unit, const UnitTensor& part, std::size_t owner,
-                       Span<const float> share, Span<float> out) {
-    if (share.empty()) return;
+  // Calls f(first entry in the tensor, first position in the share, count) for each contiguous
+  // piece of the share of `owner` that belongs to `part`.
+  template <typename F>
+  static void ForEachPieceOf(const Unit& unit, const UnitTensor& part, std::size_t owner, F f) {
     unit.shares.ForEachPiece(
         owner, [&](std::size_t entry, std::size_t position, std::size_t count) {
           const std::size_t from = std::max(entry, part.offset);
           const std::size_t to = std::min(entry + count, part.offset + part.num_entries);
-          for (std::size_t i = from; i < to; ++i)
-            out[i - part.offset] = share[position + (i - entry)];
+          if (from < to) f(from - part.offset, position + (from - entry), to - from);
         });
+  }
+
+  template <typename F>
+  void ForEachServed(const Unit& unit, const UnitTensor& part, F f) const {
+    ForEachPieceOf(unit, part, ShareNumber(unit), f);
+  }
+
+  // Copies those entries of a share that belong to `part` to the tensor's array.
+  static void AddShare(const Unit& unit, const UnitTensor& part, std::size_t owner,
+                       Span<const float> share, Span<float> out) {
+    if (share.empty()) return;
+    ForEachPieceOf(unit, part, owner,
+                   [&](std::size_t entry, std::size_t position, std::size_t count) {
+                     std::copy_n(share.begin() + position, count, out.begin() + entry);
+                   });
   }
 
   void AddOwner(std::size_t owner, const std::vector<std::uint8_t>& bytes,
@@ -551,8 +639,9 @@ class Engine::Impl {
     BITOPK_CHECK_ARG(state.world_size == comm_->size() && state.rank == comm_->rank(),
                      "Engine::LoadState: the state is of rank ", state.rank, " of ",
                      state.world_size, "; this is rank ", comm_->rank(), " of ", comm_->size());
-    if (state.description != description_) {
-      const Difference lines = FirstDifference(state.description, description_);
+    const std::string tensors = DescribeTensors(tensors_);
+    if (state.tensors != tensors) {
+      const Difference lines = FirstDifference(state.tensors, tensors);
       throw InvalidArgumentError("Engine::LoadState: the state has " + lines.left +
                                  "; this engine has " + lines.right);
     }
@@ -562,25 +651,60 @@ class Engine::Impl {
     }
     BITOPK_CHECK_ARG(std::isfinite(state.scale) && state.scale >= 0.0,
                      "Engine::LoadState: scale is ", state.scale);
+    if (state.scale > 0.0) CheckScales(state.scale, state.tensor_scales);
     BITOPK_CHECK_ARG(state.worker_memory.size() == tensors_.size() &&
-                         state.server_memory.size() == plan_.units.size(),
+                         state.server_memory.size() == tensors_.size(),
                      "Engine::LoadState: got ", state.worker_memory.size(), " worker and ",
-                     state.server_memory.size(), " server memories, expected ", tensors_.size(),
-                     " and ", plan_.units.size());
-    for (std::size_t tensor = 0; tensor < tensors_.size(); ++tensor) {
-      const std::size_t got = state.worker_memory[tensor].size();
-      BITOPK_CHECK_ARG(got == 0 || got == tensors_[tensor].num_entries,
-                       "Engine::LoadState: worker memory of \"", tensors_[tensor].name, "\" has ",
-                       got, " entries, expected ", tensors_[tensor].num_entries);
+                     state.server_memory.size(), " server memories, expected ", tensors_.size());
+    for (std::size_t tensor = 0; tensor < tensors_.size(); ++tensor) CheckMemories(state, tensor);
+  }
+
+  void CheckMemories(const EngineState& state, std::size_t tensor) const {
+    const std::string& name = tensors_[tensor].name;
+    const Unit& unit = plan_.units[plan_.unit_of_tensor[tensor]];
+    const UnitTensor& part = PartOf(tensor, tensors_[tensor].num_entries, "LoadState");
+    std::size_t served = part.num_entries;
+    if (!state.whole_server_memory) {
+      served = 0;
+      ForEachServed(unit, part, [&](auto, auto, std::size_t count) { served += count; });
     }
-    for (std::size_t number = 0; number < plan_.units.size(); ++number) {
-      const Unit& unit = plan_.units[number];
-      const std::size_t expected =
-          unit.compressed ? unit.shares.NumPositions(ShareNumber(unit)) : 0;
-      const std::size_t got = state.server_memory[number].size();
-      BITOPK_CHECK_ARG(got == 0 || got == expected, "Engine::LoadState: server memory of unit ",
-                       number, " has ", got, " entries, expected ", expected);
+    const auto check = [&](const char* what, std::size_t got, std::size_t expected, bool kept) {
+      BITOPK_CHECK_ARG(got == 0 || got == expected, "Engine::LoadState: ", what, " memory of \"",
+                       name, "\" has ", got, " entries, expected ", expected);
+      BITOPK_CHECK_ARG(got == 0 || kept, "Engine::LoadState: the state has a ", what,
+                       " memory of \"", name, "\", which these settings have no place for");
+    };
+    check("worker", state.worker_memory[tensor].size(), part.num_entries,
+          unit.compressed && unit.spec.worker_memory);
+    check("server", state.server_memory[tensor].size(), served,
+          unit.compressed && unit.spec.server_memory);
+  }
+
+  // REQUIRES: CheckState passed.
+  void LoadTensor(const EngineState& state, std::size_t tensor) {
+    const UnitTensor& part = PartOf(tensor, tensors_[tensor].num_entries, "LoadState");
+    Unit& unit = plan_.units[plan_.unit_of_tensor[tensor]];
+    if (!unit.compressed) return;
+    const std::vector<float>& worker = state.worker_memory[tensor];
+    if (!worker.empty() || unit.worker.in_use()) {
+      float* const out = unit.worker.current() + part.offset;
+      std::fill_n(out, part.num_entries, 0.0F);
+      std::copy(worker.begin(), worker.end(), out);
     }
+    const std::vector<float>& server = state.server_memory[tensor];
+    if (server.empty() && unit.server.memory().empty()) return;
+    const Span<float> out = unit.server.MutableMemory();
+    std::size_t next = 0;
+    ForEachServed(unit, part, [&](std::size_t entry, std::size_t position, std::size_t count) {
+      const std::size_t from = state.whole_server_memory ? entry : next;
+      if (server.empty()) {
+        std::fill_n(out.begin() + position, count, 0.0F);
+      } else {
+        std::copy_n(server.begin() + static_cast<std::ptrdiff_t>(from), count,
+                    out.begin() + position);
+      }
+      next += count;
+    });
   }
 
   // Contraction and norms from what the memories hold, so that no step pays for them. For x = kept
@@ -626,7 +750,6 @@ class Engine::Impl {
   std::vector<TensorSpec> tensors_;
   Plan plan_;  // its memories belong to the communication thread while a task runs, else to the
                // caller
-  std::string description_;
   std::uint64_t dense_bytes_ = 0;
 
   // Between steps, the caller's; during a step, the communication thread's.
@@ -667,7 +790,9 @@ int Engine::size() const { return impl_->comm().size(); }
 const Config& Engine::config() const { return impl_->config(); }
 void Engine::Register(std::vector<TensorSpec> tensors) { impl_->Register(std::move(tensors)); }
 const std::vector<TensorSpec>& Engine::tensors() const { return impl_->tensors(); }
-void Engine::BeginStep(Op op, double scale) { impl_->BeginStep(op, scale); }
+void Engine::BeginStep(Op op, double scale, Span<const double> tensor_scales) {
+  impl_->BeginStep(op, scale, tensor_scales);
+}
 void Engine::Submit(std::size_t tensor, const TensorSubmission& submission) {
   impl_->Submit(tensor, submission);
 }
@@ -678,6 +803,9 @@ void Engine::Wait() { impl_->Wait(); }
 bool Engine::WaitFor(std::chrono::milliseconds duration) { return impl_->WaitFor(duration); }
 void Engine::Commit() { impl_->Commit(); }
 void Engine::Rollback() { impl_->Rollback(); }
+bool Engine::ReturnToWorkerMemory(std::size_t tensor, Span<const float> values, float factor) {
+  return impl_->ReturnToWorkerMemory(tensor, values, factor);
+}
 void Engine::ReadWorkerMemory(std::size_t tensor, Span<float> out) {
   impl_->ReadWorkerMemory(tensor, out);
 }
@@ -690,6 +818,10 @@ void Engine::SetDensity(double density, double density_down) {
 }
 EngineState Engine::SaveState() { return impl_->SaveState(); }
 void Engine::LoadState(const EngineState& state) { impl_->LoadState(state); }
+std::uint64_t Engine::schedule_step() { return impl_->schedule_step(); }
+ServerLayout Engine::server_layout(std::size_t tensor) const {
+  return impl_->server_layout(tensor);
+}
 Stats Engine::stats() { return impl_->stats(); }
 std::vector<std::string> Engine::decisions() const { return impl_->plan().decisions; }
 std::vector<std::string> Engine::warnings() const { return impl_->plan().warnings; }
@@ -697,5 +829,10 @@ Communicator::Waiting Engine::waiting() const { return impl_->comm().waiting(); 
 std::vector<std::vector<std::uint8_t>> Engine::AllGather(Span<const std::uint8_t> bytes) {
   return impl_->AllGather(bytes);
 }
+std::vector<std::vector<std::uint8_t>> Engine::AllToAll(
+    const std::vector<std::vector<std::uint8_t>>& parts) {
+  return impl_->AllToAll(parts);
+}
+void Engine::Abort(const std::string& reason) noexcept { impl_->comm().Abort(reason); }
 
 }  // namespace bitopk

@@ -2,7 +2,9 @@
 #include "plugin/src/exchange.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <numeric>
 
 namespace bitopk {
@@ -57,9 +59,13 @@ kernels::SelectedEntries CompressUnit(StepContext& context, Unit& unit, bool& no
   ExchangeWorkspace& work = context.workspace;
   GradientSegments(unit, context.tensors, work.segments);
   unit.memory_in_use = true;
+  unit.sent_square = unit.sent_error_square = unit.gradient_square = 0.0;
+  const bool submitted =
+      std::any_of(work.segments.begin(), work.segments.end(),
+                  [](const kernels::GradientSegment& s) { return s.gradient != nullptr; });
+  if (!submitted && !unit.worker.in_use()) return {};  // nothing to send, nothing to keep
   float* next = nullptr;
   kernels::SelectedEntries selected;
-  unit.sent_square = unit.sent_error_square = unit.gradient_square = 0.0;
   if (unit.spec.worker_memory) {
     next = unit.worker.next();
     selected = kernels::CompressTopK(work.segments, unit.worker.current(),
@@ -127,12 +133,29 @@ void KeepCandidates(StepContext& context, Unit& unit) {
   const auto& values = unit.server.candidate_values();
   work.positions.resize(work.kept.size());
   work.values.resize(work.kept.size());
+  const bool narrow = unit.has_narrow_results();
+  const bool keeps_error = unit.spec.server_memory && !unit.unidirectional();
+  const std::size_t share = unit.shares.replicated() ? 0 : context.rank();
   for (std::size_t i = 0; i < work.kept.size(); ++i) {
     work.positions[i] = positions[work.kept[i]];
     work.values[i] = kernels::RoundToFormat(unit.downlink_format(), values[work.kept[i]]);
+    if (narrow) {
+      const std::size_t entry = unit.shares.EntryAt(share, work.positions[i]);
+      work.values[i] = RoundResult(unit, entry, work.values[i], keeps_error);
+    }
     context.nonfinite = context.nonfinite || !IsFinite(work.values[i]);
   }
   unit.server.Keep(work.kept, work.values);
+}
+
+float RoundResult(const Unit& unit, std::size_t entry, float value, bool keeps_error) {
+  const kernels::ValueFormat format = unit.TensorAt(entry).result_format;
+  const float rounded = kernels::RoundToFormat(format, value);
+  if (keeps_error || !IsFinite(value)) return rounded;
+  // Formats saturate; without a memory the caller's own conversion would give Inf.
+  const float largest = kernels::RoundToFormat(format, std::numeric_limits<float>::max());
+  return std::abs(value) > largest ? std::copysign(std::numeric_limits<float>::infinity(), value)
+                                   : rounded;
 }
 
 void ClearResults(StepContext& context, const Unit& unit) {

@@ -74,8 +74,7 @@ struct StepContext {
   std::uint64_t step = 0;           // launches so far; part of every header
   std::uint64_t schedule_step = 0;  // steps that count for start_step
   Op op = Op::kAverage;
-  double scale = 1.0;        // of this step's gradients; must be equal on all ranks
-  double scale_ratio = 1.0;  // this step's scale over the last one's
+  double scale = 1.0;  // of this step's gradients; must be equal on all ranks
   bool hash_result = false;
 
   // Findings of the step.
@@ -86,7 +85,8 @@ struct StepContext {
   std::size_t rank() const { return static_cast<std::size_t>(comm.rank()); }
   std::size_t size() const { return static_cast<std::size_t>(comm.size()); }
   float MemoryFactor(const Unit& unit) const {
-    return static_cast<float>(scale_ratio * unit.spec.memory_decay);
+    const double ratio = unit.scale == 0.0 ? 1.0 : unit.pending_scale / unit.scale;
+    return static_cast<float>(ratio * unit.spec.memory_decay);
   }
   float Divisor() const { return op == Op::kAverage ? static_cast<float>(comm.size()) : 1.0F; }
 };
@@ -143,6 +143,10 @@ void CheckAllUsedUp(StepContext& context, const ReceiveBuffer& received);
 /// Sends down the candidates numbered workspace.kept: fills workspace.positions and values (as
 /// decoded) and tells the server.
 void KeepCandidates(StepContext& context, Unit& unit);
+
+/// Rounds the entry's result to the type that its tensor has at the caller's. Without `keeps_error`
+/// (no memory takes what is missing) a value beyond the type's range becomes Inf.
+float RoundResult(const Unit& unit, std::size_t entry, float value, bool keeps_error);
 
 /// Zeroes the results of a unit.
 void ClearResults(StepContext& context, const Unit& unit);

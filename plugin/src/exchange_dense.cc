@@ -147,6 +147,7 @@ bool AddShare(StepContext& context, Unit& unit, std::size_t offset) {
   const std::size_t bytes = WireBytes(unit);
   Span<const float> memory;
   if (unit.compressed) memory = unit.server.Drain(context.MemoryFactor(unit));
+  const bool narrow = unit.has_narrow_results();
   bool finite = true;
   T sum[kTile];
   T part[kTile];
@@ -165,6 +166,12 @@ bool AddShare(StepContext& context, Unit& unit, std::size_t offset) {
         const std::size_t at =
             unit.shares.replicated() ? shares.EntryAt(context.rank(), first + i) : first + i;
         sum[i] = memory[at] + sum[i];
+      }
+    }
+    if constexpr (std::is_same_v<T, float>) {
+      for (std::size_t i = 0; narrow && i < count; ++i) {
+        const std::size_t entry = shares.EntryAt(context.rank(), first + i);
+        sum[i] = RoundResult(unit, entry, sum[i], /*keeps_error=*/false);
       }
     }
     finite = finite && AllFinite(Span<const T>(sum, count));

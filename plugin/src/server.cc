@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "plugin/src/server.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -21,7 +22,10 @@ std::size_t NextChunk(PacketReader& packet, std::size_t rank, ServerWorkspace& w
 
 void Server::Add(std::vector<PacketReader>& packets, const Aggregation& aggregation,
                  bool keeps_everything, ServerWorkspace& workspace) {
-  uses_memory_ = has_memory_ && (!memory_.empty() || !keeps_everything);
+  const bool adds_something =
+      std::any_of(packets.begin(), packets.end(),
+                  [](const PacketReader& packet) { return packet.num_entries() > 0; });
+  uses_memory_ = has_memory_ && (!memory_.empty() || (adds_something && !keeps_everything));
   union_positions_.clear();
   union_values_.clear();
   if (uses_memory_) {

@@ -30,6 +30,9 @@ class ShareMap {
 
   std::size_t num_owners() const { return num_owners_; }
   std::size_t num_entries() const { return num_entries_; }
+  /// Entries dealt together: entry e belongs to owner (e / block + first_owner) % num_owners.
+  std::size_t block() const { return dealt_ ? kDealtBlock : (num_entries_ > 0 ? num_entries_ : 1); }
+  std::size_t first_owner() const { return first_owner_; }
   bool dealt() const { return dealt_; }
   bool replicated() const { return replicated_; }
 

@@ -2,6 +2,7 @@
 #include "plugin/src/unit.h"
 
 #include <algorithm>
+#include <cstring>
 #include <map>
 #include <utility>
 
@@ -35,7 +36,7 @@ bool TravelsDense(const TensorSpec& tensor, const CompressionSpec& spec) {
 }
 
 void Append(Unit& unit, std::size_t number, const TensorSpec& tensor) {
-  unit.tensors.push_back({number, unit.num_entries, tensor.num_entries});
+  unit.tensors.push_back({number, unit.num_entries, tensor.num_entries, tensor.result_format});
   unit.num_entries += tensor.num_entries;
 }
 
@@ -174,6 +175,14 @@ void FillBuckets(const std::vector<TensorSpec>& tensors, std::size_t bucket_byte
 
 }  // namespace
 
+const UnitTensor& Unit::TensorAt(std::size_t entry) const {
+  // The last tensor that starts at or before the entry; empty ones before it start there too.
+  const auto after = std::upper_bound(
+      tensors.begin(), tensors.end(), entry,
+      [](std::size_t wanted, const UnitTensor& tensor) { return wanted < tensor.offset; });
+  return *(after - 1);
+}
+
 void SetEntriesToKeep(Unit& unit) {
   unit.k_up = unit.spec.up.EntriesOf(unit.num_entries);
   unit.k_down = unit.spec.down.EntriesOf(unit.num_entries);
@@ -225,7 +234,10 @@ std::uint64_t BucketDigest(const Plan& plan, const Bucket& bucket, std::uint64_t
   std::uint64_t hash = HashBytes(&scale, sizeof scale, HashBytes(&op, sizeof op));
   for (const std::size_t number : bucket.units) {
     const Unit& unit = plan.units[number];
+    std::uint64_t unit_scale;
+    std::memcpy(&unit_scale, &unit.pending_scale, sizeof unit_scale);
     const std::uint64_t fields[] = {number,
+                                    unit.compressed ? unit_scale : 0,
                                     unit.num_entries,
                                     unit.k_up,
                                     unit.k_down,

@@ -27,6 +27,7 @@ struct UnitTensor {
   std::size_t tensor = 0;  // number in registration order
   std::size_t offset = 0;  // of its first entry in the unit
   std::size_t num_entries = 0;
+  kernels::ValueFormat result_format = kernels::ValueFormat::kFloat32;
 };
 
 struct Unit {
@@ -44,6 +45,8 @@ struct Unit {
   Server server;  // this rank's share
   // Some step was compressed, or memories were loaded; equal on all ranks.
   bool memory_in_use = false;
+  double scale = 0.0;  // unit of the memories, of the last committed step; 0 before the first
+  double pending_scale = 0.0;  // of the step under way, or of the last one until it is committed
 
   // Sums of squares of the last step, for the statistics: of the entries sent, of what rounding
   // took from them, and of the whole gradient if there is no memory to derive it from.
@@ -51,6 +54,14 @@ struct Unit {
   double sent_error_square = 0.0;
   double gradient_square = 0.0;
 
+  /// Whether some tensor's own type is narrower than float32.
+  bool has_narrow_results() const {
+    for (const UnitTensor& part : tensors)
+      if (part.result_format != kernels::ValueFormat::kFloat32) return true;
+    return false;
+  }
+  /// The tensor that holds an entry.
+  const UnitTensor& TensorAt(std::size_t entry) const;
   bool unidirectional() const { return k_down >= num_entries; }
   /// The sum of a unidirectional unit is not compressed at all.
   kernels::ValueFormat downlink_format() const {

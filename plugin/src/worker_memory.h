@@ -33,6 +33,8 @@ class WorkerMemory {
   /// The memory as it stands after the last step that was not rolled back; empty while it was never
   /// used (zero).
   Span<const float> view() const { return (written_ ? next_ : current_).span(); }
+  /// The same, writable, allocated.
+  float* latest() { return Buffer(written_ ? next_ : current_).data(); }
   bool in_use() const { return !current_.empty(); }
 
  private:

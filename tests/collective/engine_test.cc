@@ -565,7 +565,10 @@ TEST_P(EngineTest, RefusesTheStateOfAnotherJobUnchanged) {
     refuses(bad, "memories");
     bad = own;
     bad.server_memory[0].push_back(0.0F);
-    refuses(bad, "server memory of unit 0");
+    refuses(bad, "server memory of \"large\"");
+    bad = own;
+    bad.tensor_scales.back() = -1.0;
+    refuses(bad, "scale");
     engine.Rollback();  // the last step was still pending
     EXPECT_EQ(engine.SaveState().schedule_step, own.schedule_step - 1);
   });

@@ -23,14 +23,27 @@ namespace bitopk {
 struct EngineState {
   int rank = 0;
   int world_size = 0;
-  std::string description;  // of tensors and settings; must match when loading
-  Sparsity density;         // of SetDensity; both 0 if it was not called
+  std::string tensors;   // description; must match when loading
+  std::string settings;  // description; for whoever wants to know what differs
+  Sparsity density;      // of SetDensity; both 0 if it was not called
   Sparsity density_down;
-  double scale = 0.0;  // 0: no step yet
+  double scale = 0.0;                 // of the last step; 0: no step yet
+  std::vector<double> tensor_scales;  // by tensor, relative to `scale`; empty: 1
   std::uint64_t schedule_step = 0;
   std::vector<std::vector<float>> worker_memory;  // by tensor; empty where there is none
-  std::vector<std::vector<float>>
-      server_memory;  // by unit, this rank's share; empty where there is none
+  /// By tensor: the entries that this rank serves, ascending (see ServerLayout), or, with
+  /// `whole_server_memory`, all of them; empty where there is none.
+  std::vector<std::vector<float>> server_memory;
+  bool whole_server_memory = false;
+};
+
+/// Who serves the entries of a tensor: entry i belongs to rank ((offset + i) / block + first_owner)
+/// % owners, or to every rank if there is one owner.
+struct ServerLayout {
+  std::uint64_t block = 1;
+  std::uint64_t owners = 1;
+  std::uint64_t first_owner = 0;
+  std::uint64_t offset = 0;
 };
 
 /// One rank. All ranks construct it with equal settings, register equal tensors and make the same
@@ -65,10 +78,12 @@ class Engine {
   const std::vector<TensorSpec>& tensors() const;
 
   /// Commits the last step and starts the next; waits for the last one to finish first. `scale` is
-  /// the factor by which this step's gradients are multiplied relative to the memories' own unit.
-  /// @throws InvalidArgumentError  if scale is not finite and positive, or `op` differs from the
-  /// first step's.
-  void BeginStep(Op op, double scale = 1.0);
+  /// the factor by which this step's gradients are multiplied relative to the memories' own unit;
+  /// `tensor_scales` (one per tensor, or none) multiplies it further, for learning rates that
+  /// differ between tensors. Equal on all ranks.
+  /// @throws InvalidArgumentError  if a scale is not finite and positive or differs within a unit
+  /// of selection, or `op` differs from the first step's.
+  void BeginStep(Op op, double scale = 1.0, Span<const double> tensor_scales = {});
 
   /// Hands over tensor number `tensor` of the registration order. Its memory stays the caller's and
   /// must stay valid until the step is done. A null result means that the result is not wanted.
@@ -96,6 +111,11 @@ class Engine {
   void Commit();
   void Rollback();
 
+  /// Gives back what a caller could not use of a result: adds values * factor (shape of the tensor)
+  /// to this rank's worker memory as it stands after the last step, and is committed or rolled back
+  /// with it. Returns whether the tensor has such a memory; nothing happens if not.
+  bool ReturnToWorkerMemory(std::size_t tensor, Span<const float> values, float factor);
+
   /// Copies the worker memory of a tensor (shape of the tensor) as it stands after the last step.
   void ReadWorkerMemory(std::size_t tensor, Span<float> out);
   /// Writes this rank's share of the server memory of a tensor to `out` (shape of the tensor):
@@ -111,9 +131,13 @@ class Engine {
   /// 1].
   void SetDensity(double density, double density_down);
 
+  /// Steps that count for start_step: those committed, and the last one unless it was dropped.
+  std::uint64_t schedule_step();
   EngineState SaveState();
+  /// Settings may differ from those of the state, as long as every memory finds its place.
   /// @throws InvalidArgumentError naming what differs, before anything is changed.
   void LoadState(const EngineState& state);
+  ServerLayout server_layout(std::size_t tensor) const;
 
   Stats stats();
   /// Why exchanges were chosen, and settings that cost more than they save; filled by Register.
@@ -125,6 +149,15 @@ class Engine {
   /// Collective allgather of bytes through the engine's communicator; for callers that gather
   /// state.
   std::vector<std::vector<std::uint8_t>> AllGather(Span<const std::uint8_t> bytes);
+  /// Collective: sends parts[r] (shape [size()]) to rank r and returns what each rank sent to this
+  /// one.
+  std::vector<std::vector<std::uint8_t>> AllToAll(
+      const std::vector<std::vector<std::uint8_t>>& parts);
+
+  /// Ends the engine's communication with `reason`, on the peers too, as far as they can be
+  /// reached; a step under way fails. Memories, state and statistics stay readable. Any thread;
+  /// idempotent.
+  void Abort(const std::string& reason) noexcept;
 
  private:
   class Impl;

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "bitopk/config.h"
+#include "bitopk/kernels/values.h"
 
 namespace bitopk {
 
@@ -16,6 +17,11 @@ struct TensorSpec {
   std::string name;
   std::size_t num_entries = 0;
   DType dtype = DType::kFloat32;
+  /// The caller's own type, if it is narrower than float32: results are rounded to it, and the
+  /// server memory keeps the rounding error. Where there is no such memory (or the tensor travels
+  /// dense), a result beyond the type's range counts as non-finite, as it would in a dense
+  /// allreduce.
+  kernels::ValueFormat result_format = kernels::ValueFormat::kFloat32;
 };
 
 /// Where the entries of a submitted tensor live. Device memory will get its own enumerator.
