@@ -301,6 +301,18 @@ void RegisterEngine(py::module_& module) {
            [](const EngineHandle& h, const py::dict& state) { LoadState(h.engine(), state); })
       .def("stats", [](const EngineHandle& h) { return StatsDict(h.engine()); })
       .def("waiting", [](const EngineHandle& h) { return WaitingTuple(h.engine()); })
+      .def("measure_network",
+           [](const EngineHandle& h, std::size_t payload_bytes) {
+             std::vector<LinkSpeed> links;
+             {
+               const py::gil_scoped_release release;
+               links = h.engine().MeasureNetwork(payload_bytes);
+             }
+             py::list out;
+             for (const LinkSpeed& link : links)
+               out.append(py::make_tuple(link.latency_seconds, link.send_bytes_per_second));
+             return out;
+           })
       .def("abort",
            [](const EngineHandle& h, const std::string& reason) {
              const py::gil_scoped_release release;

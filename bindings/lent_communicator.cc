@@ -3,7 +3,6 @@
 // LentCommunicator: headers, checks and counters around collectives that Python lends.
 #include "lent_communicator.h"
 
-#include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -195,12 +194,12 @@ class Collectives : public std::enable_shared_from_this<Collectives> {
 // parts, and whether there is a second collective.
 enum class Operation : std::uint8_t { kAllToAll, kAllGather, kReduceSum, kReduceDense };
 
-constexpr std::size_t kRecordBytes = 512;
+constexpr std::size_t kRecordBytes = 1088;
 constexpr std::size_t kOperationAt = kHeaderBytes;
 constexpr std::size_t kLargestAt = kHeaderBytes + 8;
 constexpr std::size_t kInlineAt = kHeaderBytes + 16;
 constexpr std::size_t kInlineBytes = kRecordBytes - kInlineAt;
-static_assert(kInlineBytes == 448, "documented");
+static_assert(kInlineBytes == 1024, "documented");
 
 bool IsInline(std::size_t num_bytes) { return num_bytes <= kInlineBytes; }
 
@@ -537,9 +536,9 @@ class LentCommunicator final : public Communicator {
   void AllReduceByHost(const MessageTag& tag, T* values, std::size_t count) {
     const std::string what = DescribeTag(tag);
     collectives_->Use(what, [&](const py::object& object, const py::object& aborted) {
-      const py::capsule owner(values, [](void*) {});  // else pybind11 copies
-      const py::array_t<T> array(static_cast<py::ssize_t>(count), values, owner);
-      object.attr("all_reduce")(array, what, seconds(), aborted);
+      // No py::array: pybind11 before 2.12 misreads the element size that NumPy 2 states.
+      object.attr("all_reduce")(py::memoryview::from_buffer(values, {count}, {sizeof(T)}), what,
+                                seconds(), aborted);
     });
     const std::size_t ring = RingBytes(count * sizeof(T), size_);
     Count(ring, ring);

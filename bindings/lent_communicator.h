@@ -20,7 +20,7 @@ namespace bitopk::python {
 ///     Sends `part` to all ranks. sizes[r] is the length of rank r's part, this rank's own
 ///     included, and the same on all ranks.
 ///   all_reduce(values, what, timeout, aborted)
-///     Replaces an int64 (modulo 2^64) or float32 array by its sum over ranks.
+///     Replaces a memoryview of int64 (sums modulo 2^64) or float32 by the sum over ranks.
 ///   close()
 ///     No other call follows. Peers that wait for this rank should learn that it is gone.
 ///
@@ -36,7 +36,7 @@ namespace bitopk::python {
 /// under way is aborted and waited for), so that no thread asks for the GIL of an interpreter that
 /// is gone. Nobody may wait for a call of the communicator, Abort included, while holding the GIL.
 ///
-/// Parts of up to 448 bytes travel in the first collective; only if some rank has a larger one is
+/// Parts of up to 1 KiB travel in the first collective; only if some rank has a larger one is
 /// there a second. The time-out is for each collective as a whole, so a message must get through in
 /// that time. The byte counters count headers and payloads, not what the host adds to them.
 ///

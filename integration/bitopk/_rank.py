@@ -71,8 +71,11 @@ class Step:
 class RankEngine:
     """An engine whose tensors are called by name. Not thread-safe."""
 
-    def __init__(self, engine: _core.Engine) -> None:
+    def __init__(
+        self, engine: _core.Engine, report_wait_after: float = _REPORT_WAIT_AFTER_SECONDS
+    ) -> None:
         self.engine = engine
+        self._report_wait_after = report_wait_after  # seconds
         self._numbers: dict[str, int] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, np.dtype] = {}
@@ -165,6 +168,9 @@ class RankEngine:
         views = {name: view for name, view, _ in step.views}
         names = sorted(views, key=lambda name: name.encode())
         self.register_tensors([(name, views[name].shape, views[name].dtype) for name in names])
+
+    def load_pending_state(self) -> None:
+        """Load a state that came before the tensors were known, once all ranks have registered."""
         if self._state_to_load is not None:
             self.load_state(self._state_to_load)
 
@@ -232,7 +238,7 @@ class RankEngine:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the engine and say now and then for whom; False after `timeout` seconds."""
         end = None if timeout is None else time.monotonic() + timeout
-        report_after = _REPORT_WAIT_AFTER_SECONDS
+        report_after = self._report_wait_after
         while True:
             left = _WAIT_SLICE_SECONDS if end is None else end - time.monotonic()
             if self.engine.wait_for(min(_WAIT_SLICE_SECONDS, max(left, 0.001))):

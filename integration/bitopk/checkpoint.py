@@ -1,28 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saved states: what they hold, how they are checked, gathered on one rank, and resharded.
 
-A *part* is what one rank saves: its worker memory, its share of the server memory, the scale and the
-number of steps; numbers, strings, lists, dicts and tensors only, so that
-``torch.load(..., weights_only=True)`` reads it (NumPy arrays where torch is not imported). A *whole*
-state is the list of the parts of all ranks: ``{"format": 2, "parts": [...]}``. Every
-``load_state_dict`` of this package takes either: a part where rank and number of ranks are the same,
-a whole state anywhere.
+A *part* is what one rank saves: its worker memory, its share of the server memory, the scale and
+the number of steps; numbers, strings, lists, dicts and tensors only, so that
+``torch.load(..., weights_only=True)`` reads it (NumPy arrays where torch is not imported). A
+*whole* state is the list of the parts of all ranks: ``{"format": 2, "parts": [...]}``. Every
+``load_state_dict`` of this package takes either: a part where rank and number of ranks are the
+same, a whole state anywhere.
 
-Resharding from N to N' ranks preserves ``sum_i p_i m_i`` (p_i = 1/N for averages, 1 for sums) and the
-server memory: rank r of N' gets the sum of the worker memories of the old ranks i with
+Resharding from N to N' ranks preserves ``sum_i p_i m_i`` (p_i = 1/N for averages, 1 for sums) and
+the server memory: rank r of N' gets the sum of the worker memories of the old ranks i with
 ``i mod N' == r``, times N'/N for averages. The scale and the number of steps carry over.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from bitopk._packing import pack, unpack
 from bitopk._tensors import is_torch_tensor, torch_if_imported
 from bitopk.errors import InvalidArgumentError
 
@@ -145,8 +144,6 @@ def part_for(state: Any, rank: int, world_size: int) -> dict[str, Any]:
         )
     _check_format(state)
     parts = [_check_part(part) for part in join(state["parts"])["parts"]]
-    if parts[0]["world_size"] == world_size:
-        return _as_arrays(parts[rank])
     return _reshard([_as_arrays(part) for part in parts], rank, world_size)
 
 
@@ -157,6 +154,11 @@ def check(state: Any) -> None:
         join(state["parts"])
     else:
         _check_part(state)
+
+
+def normalised(state: Any) -> dict[str, Any]:
+    """Return a part with NumPy arrays and floats, checked."""
+    return _as_arrays(_check_part(state))
 
 
 def owned_entries(layout: Sequence[int], num_entries: int, owner: int) -> np.ndarray:
@@ -338,37 +340,22 @@ def _short(value: Any) -> str:
 
 
 # --- bytes ---------------------------------------------------------------------------------------
-# A length, a JSON text with sizes in place of arrays, and the arrays one after the other: nothing
-# that a peer sends is executed.
 
 
 def _pack(part: dict[str, Any]) -> bytes:
-    arrays = _as_arrays(part)
-    header = {key: value for key, value in part.items() if key not in _MEMORIES}
-    header["sizes"] = {key: {n: a.size for n, a in arrays[key].items()} for key in _MEMORIES}
-    text = json.dumps(header).encode()
-    pieces = [struct.pack("<Q", len(text)), text]
-    pieces += [
-        np.ascontiguousarray(array, "<f4").tobytes()
+    arrays = {
+        f"{key}/{name}": memory
         for key in _MEMORIES
-        for array in arrays[key].values()
-    ]
-    return b"".join(pieces)
+        for name, memory in _as_arrays(part)[key].items()
+    }
+    return pack({key: part[key] for key in part if key not in _MEMORIES}, arrays)
 
 
 def _unpack(data: bytes) -> dict[str, Any]:
-    try:
-        (length,) = struct.unpack_from("<Q", data)
-        part = json.loads(data[8 : 8 + length])
-        sizes = part.pop("sizes")
-        at = 8 + length
-        for key in _MEMORIES:
-            part[key] = {}
-            for name, size in sizes[key].items():
-                part[key][name] = np.frombuffer(data, "<f4", size, at).copy()
-                at += 4 * size
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidArgumentError(
-            f"checkpoint: a peer's part is damaged ({type(error).__name__}: {error})"
-        ) from None
-    return portable(part)
+    part, arrays = unpack(data)
+    for key in _MEMORIES:
+        part[key] = {}
+    for path, array in arrays.items():
+        key, _, name = path.partition("/")
+        part[key][name] = array
+    return part

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import bitopk
-from bitopk import launch
+from bitopk import doctor, launch
 
 __all__ = ["main"]
 
@@ -44,6 +44,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     launch.add_command(commands)
+    doctor.add_command(commands)
     return parser
 
 

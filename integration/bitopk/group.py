@@ -129,6 +129,7 @@ class Group:
         rank.check_op(core_op)
         step = rank.prepare(grads, out)
         rank.register(step)
+        rank.load_pending_state()
         rank.settle()
         rank.engine.start_step(core_op, scale, rank.submissions(step))
         rank.started(step, core_op)

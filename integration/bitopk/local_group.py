@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from bitopk import _core
+from bitopk import _core, checkpoint
 from bitopk._rank import RankEngine, Step, check_densities, check_step_options
 from bitopk._settings import as_spec, make_config
 from bitopk.compression import Compression
-from bitopk.errors import InvalidArgumentError
+from bitopk.errors import Error, InvalidArgumentError
 from bitopk.stats import Stats
 
 __all__ = ["LocalGroup"]
@@ -155,6 +155,8 @@ class LocalGroup:
                 )
         for rank, step in zip(self._ranks, steps):
             rank.register(step)
+        for rank in self._ranks:
+            rank.load_pending_state()
 
     def worker_memory(self, rank: int) -> dict[str, np.ndarray]:
         """Return a copy of one rank's worker memory as it stands after the last step.
@@ -182,6 +184,24 @@ class LocalGroup:
         """Drop the last step, unless it is final: it is then as if it had never been."""
         for rank in self._ranks:
             rank.engine.rollback()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all ranks: a whole state of `bitopk.checkpoint`."""
+        if not self._ranks[0].registered:
+            raise Error("state_dict: the group has made no step yet, so there is no state")
+        return checkpoint.join([rank.save_state() for rank in self._ranks])
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from the whole state of a job of any number of ranks; see `Group.load_state_dict`.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If the state is of another model or damaged.
+        """
+        checkpoint.check(state)
+        for rank in self._ranks:
+            rank.load_state(state)
 
     def set_density(self, density: float, density_down: float | None = None) -> None:
         """Use other densities from the next step on; see `Group.set_density`."""

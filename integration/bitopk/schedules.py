@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Densities as functions of the step.
 
-A schedule is any callable that takes the number of committed steps and returns a density in (0, 1], or
-a pair (up, down). It must give the same on all ranks. For dense steps at the start use
+A schedule is any callable that takes the number of committed steps and returns a density in
+(0, 1], or a pair (up, down). It must give the same on all ranks. For dense steps at the start use
 ``start_step`` of `bitopk.Compression` instead: they need no memories and are faster.
 """
 
@@ -41,8 +41,8 @@ def exponential_warmup(density: float, warmup_steps: int, initial: float = 0.25)
     -------
     callable
         ``initial * (density / initial) ** (step / warmup_steps)`` during the warm-up. [LHMWD18]
-        holds each value for an epoch (25 %, 6.25 %, 1.5625 %, 0.4 %, 0.1 %); this is the smooth curve
-        through the same points.
+        holds each value for an epoch (25 %, 6.25 %, 1.5625 %, 0.4 %, 0.1 %); this is the smooth
+        curve through the same points.
 
     References
     ----------

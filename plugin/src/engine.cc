@@ -339,6 +339,14 @@ class Engine::Impl {
     return ReceivedParts();
   }
 
+  std::vector<LinkSpeed> MeasureNetwork(std::size_t payload_bytes) {
+    CheckUsable();
+    std::vector<LinkSpeed> links;
+    Post([&] { links = ProbeNetwork(*comm_, payload_bytes, workspace_.uplink); });
+    Wait();
+    return links;
+  }
+
  private:
   std::vector<std::vector<std::uint8_t>> ReceivedParts() const {
     std::vector<std::vector<std::uint8_t>> parts;
@@ -832,6 +840,9 @@ std::vector<std::vector<std::uint8_t>> Engine::AllGather(Span<const std::uint8_t
 std::vector<std::vector<std::uint8_t>> Engine::AllToAll(
     const std::vector<std::vector<std::uint8_t>>& parts) {
   return impl_->AllToAll(parts);
+}
+std::vector<LinkSpeed> Engine::MeasureNetwork(std::size_t payload_bytes) {
+  return impl_->MeasureNetwork(payload_bytes);
 }
 void Engine::Abort(const std::string& reason) noexcept { impl_->comm().Abort(reason); }
 

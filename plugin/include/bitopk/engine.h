@@ -14,6 +14,7 @@
 #include "bitopk/communicator.h"
 #include "bitopk/config.h"
 #include "bitopk/kernels/span.h"
+#include "bitopk/network_probe.h"
 #include "bitopk/stats.h"
 #include "bitopk/tensor.h"
 
@@ -153,6 +154,9 @@ class Engine {
   /// one.
   std::vector<std::vector<std::uint8_t>> AllToAll(
       const std::vector<std::vector<std::uint8_t>>& parts);
+
+  /// Collective, between steps: see ProbeNetwork.
+  std::vector<LinkSpeed> MeasureNetwork(std::size_t payload_bytes);
 
   /// Ends the engine's communication with `reason`, on the peers too, as far as they can be
   /// reached; a step under way fails. Memories, state and statistics stay readable. Any thread;
