@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
-import importlib.util
 import os
 import platform
 import socket
@@ -24,6 +22,7 @@ from typing import Any
 
 import bitopk
 from bitopk import _core, hosts
+from bitopk._frameworks import is_installed, require, version_of
 from bitopk._settings import make_config
 from bitopk.errors import Error
 
@@ -71,8 +70,7 @@ def report() -> str:
     lines = [
         f"bitopk     {bitopk.__version__} (compiled for {_core.compiled_for()}), "
         f"Python {platform.python_version()}, {platform.platform()}",
-        f"processor  {os.cpu_count()} cores, instruction sets: "
-        f"{', '.join(_core.supported_isas())}",
+        f"processor  {os.cpu_count()} cores, instruction sets: {', '.join(_core.supported_isas())}",
     ]
     for name, (module, tested) in _FRAMEWORKS.items():
         lines.append(f"{name:10} {_describe_framework(name, module, tested)}")
@@ -84,35 +82,24 @@ def report() -> str:
 
 def check_versions() -> str | None:
     """Return what does not fit together in one sentence, or None."""
-    if importlib.util.find_spec("horovod") is None:
+    if not is_installed("horovod"):
         return None
     try:
-        importlib.import_module("horovod.torch")
-    except Exception as error:  # a library built for another torch fails in many ways
-        return (
-            f"Horovod {_version('horovod')} cannot be used with torch {_version('torch')} "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); build "
-            f"Horovod against the torch that is installed"
-        )
+        require("horovod.torch", "Horovod with PyTorch", "bitopk.horovod")
+    except ImportError as error:
+        return str(error)
     return None
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def _describe_framework(distribution: str, module: str, tested: str) -> str:
     package = module.split(".")[0]
-    if importlib.util.find_spec(package) is None:
+    if not is_installed(package):
         return "not installed"
     try:
         loaded = importlib.import_module(module)
     except Exception as error:
-        return f"{_version(distribution)}, fails to import: {error}"
-    version = getattr(loaded, "__version__", None) or _version(distribution)
+        return f"{version_of(distribution)}, fails to import: {error}"
+    version = getattr(loaded, "__version__", None) or version_of(distribution)
     extra = ""
     if package == "horovod":
         built = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a job with a checkpoint of rank 0 only. Usage: gathered.py EXCHANGE save|load FILE."""
+"""A job with a checkpoint of rank 0 only. Usage: gathered.py EXCHANGE save|load FILE."""
 
 import sys
 
