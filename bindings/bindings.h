@@ -26,6 +26,14 @@ void RegisterLentCommunicator(pybind11::module_& module);
 /// writable if asked).
 Span<float> FloatView(const pybind11::array& array, const char* what, bool writable);
 
+/// A new array of shape [count], not initialised. The strides are given because pybind11
+/// before 2.12 reads an element size of 0 from NumPy 2.
+template <typename T>
+pybind11::array_t<T> NewArray(std::size_t count) {
+  return pybind11::array_t<T>({static_cast<pybind11::ssize_t>(count)},
+                              {static_cast<pybind11::ssize_t>(sizeof(T))});
+}
+
 /// DType of an array. @throws InvalidArgumentError if the engine has none for it.
 DType DTypeOf(const pybind11::array& array, const std::string& what);
 

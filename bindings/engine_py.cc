@@ -3,8 +3,10 @@
 // Engine, and the ways to connect ranks. Every call that can wait releases the GIL.
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <chrono>
 #include <map>
+#include <utility>
 
 #include "bindings.h"
 #include "bitopk/engine.h"
@@ -70,7 +72,9 @@ std::vector<std::unique_ptr<EngineHandle>> InProcessEngines(int world_size, cons
 
 py::object ArrayOrNone(const std::vector<float>& values) {
   if (values.empty()) return py::none();
-  return py::array_t<float>(static_cast<py::ssize_t>(values.size()), values.data());
+  auto array = NewArray<float>(values.size());
+  std::copy(values.begin(), values.end(), array.mutable_data());
+  return std::move(array);
 }
 
 std::vector<float> VectorOf(const py::object& array) {

@@ -34,7 +34,7 @@ constexpr std::chrono::seconds kLongestExit(5);
 // What Python raised, in the words that an error of ours would have. REQUIRES: the GIL is held.
 std::string TextOf(const py::error_already_set& error, const std::string& what) noexcept {
   try {
-    const std::string text = py::str(error.value());
+    std::string text = py::str(error.value());
     const py::object ours = py::module_::import("bitopk._core").attr("CommunicationError");
     if (error.matches(ours)) return text;  // by agreement it begins with `what`
     return StrCat(what, ": ", std::string(py::str(error.type().attr("__name__"))), ": ", text);
@@ -71,7 +71,7 @@ py::object ViewOf(Bytes bytes) {
 //
 // One call at a time is inside Python. Close lets the object go: at once if nobody is inside, else
 // the call that is does so on its way out. The mutex is never held while a thread asks for the GIL.
-class Collectives : public std::enable_shared_from_this<Collectives> {
+class Collectives {
  public:
   // REQUIRES: the GIL is held.
   static std::shared_ptr<Collectives> Make(py::object object) {
@@ -150,20 +150,23 @@ class Collectives : public std::enable_shared_from_this<Collectives> {
   void Release() noexcept {
     const py::gil_scoped_acquire gil;
     try {
-      py::module_::import("atexit").attr("unregister")(at_exit_);
-    } catch (...) {  // an exit handler that stays does nothing
-    }
-    try {
       object_.attr("close")();
     } catch (...) {  // the peers' time-outs remain
     }
     if (exiting_) {
-      object_.release();  // it may hold what must not be destroyed before the process ends
+      // The exit handler is running, and the object may hold what must not be destroyed before the
+      // process ends: both are left to the end of the process.
+      at_exit_.release();
+      object_.release();
     } else {
+      try {
+        py::module_::import("atexit").attr("unregister")(at_exit_);
+      } catch (...) {  // a handler that stays does nothing
+      }
+      at_exit_ = py::object();
       object_ = py::object();
     }
     aborted_ = py::object();
-    at_exit_ = py::object();
   }
 
   // REQUIRES: the GIL is held.

@@ -22,8 +22,8 @@ void RegisterTopK(py::module_& module) {
           const py::gil_scoped_release release;
           selected = kernels::SelectTopK(view, k, workspace);
         }
-        py::array_t<std::uint32_t> indices(static_cast<py::ssize_t>(selected.indices.size()));
-        py::array_t<float> values(static_cast<py::ssize_t>(selected.values.size()));
+        auto indices = NewArray<std::uint32_t>(selected.indices.size());
+        auto values = NewArray<float>(selected.values.size());
         if (!selected.indices.empty()) {
           std::memcpy(indices.mutable_data(), selected.indices.data(),
                       selected.indices.size() * sizeof(std::uint32_t));

@@ -2,7 +2,8 @@
 """The compiled module: the engine's C++ classes, one to one. Private."""
 
 import enum
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -113,6 +114,33 @@ class GlooBootstrap:
     def interface_description(self) -> str: ...
     def connect(self, addresses: list[bytes], config: Config) -> Engine: ...
 
+class LentCollectives(Protocol):
+    """What lent_engine calls; not in the module. See bindings/lent_communicator.h."""
+
+    def all_to_all(
+        self,
+        parts: list[memoryview],
+        sizes: list[int],
+        what: str,
+        timeout: float,
+        aborted: Callable[[], bool],
+    ) -> Sequence[bytes | bytearray | memoryview]: ...
+    def all_gather(
+        self,
+        part: memoryview,
+        sizes: list[int],
+        what: str,
+        timeout: float,
+        aborted: Callable[[], bool],
+    ) -> Sequence[bytes | bytearray | memoryview]: ...
+    def all_reduce(
+        self, values: memoryview, what: str, timeout: float, aborted: Callable[[], bool]
+    ) -> None: ...
+    def close(self) -> None: ...
+
+def lent_engine(
+    rank: int, size: int, timeout: float, collectives: LentCollectives, config: Config
+) -> Engine: ...
 def topk(
     x: npt.NDArray[np.float32], k: int
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.float32]]: ...

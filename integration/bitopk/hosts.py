@@ -16,11 +16,12 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bitopk import _core
 from bitopk.errors import Error, InvalidArgumentError
 
-__all__ = ["LAUNCH_STORE", "Host", "connect", "connect_through"]
+__all__ = ["LAUNCH_STORE", "Host", "connect", "connect_through", "torch_host"]
 
 LAUNCH_STORE = "BITOPK_LAUNCH_STORE"  # folder that the ranks of `bitopk launch` meet in
 INTERFACE = "BITOPK_IFACE"
@@ -146,7 +147,7 @@ def _describe_machine() -> bytes:
 
 
 def _address_towards(names: Iterable[str]) -> str:
-    """Return this machine's address on the way to another, known by `names`; "" if none leads there.
+    """Return this machine's address on the way to another known by `names`; "" if there is none.
 
     Nothing is sent: connecting a UDP socket only asks the routing table.
     """
@@ -198,15 +199,43 @@ def _torch_host() -> Host | None:
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
+    return torch_host()
+
+
+def torch_host(process_group: Any = None) -> Host:
+    """Return the ranks of a group of torch.distributed, for `connect_through`.
+
+    Parameters
+    ----------
+    process_group : torch.distributed.ProcessGroup, optional
+        The default group if None. Its all_gather carries the addresses; with NCCL that takes the
+        current device.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If torch.distributed is not initialised, or this rank is not in the group.
+    """
+    import torch.distributed as distributed
+
+    if not distributed.is_available() or not distributed.is_initialized():
+        raise InvalidArgumentError(
+            "torch.distributed is not initialised; call init_process_group first"
+        )
+    rank = distributed.get_rank(process_group)
+    if rank < 0:
+        raise InvalidArgumentError(
+            f"rank {distributed.get_rank()} of {distributed.get_world_size()} is not in the "
+            f"process group that it was given"
+        )
+    size = distributed.get_world_size(process_group)
 
     def all_gather(own: bytes) -> list[bytes]:
-        parts = [None] * distributed.get_world_size()
-        distributed.all_gather_object(parts, own)
+        parts: list[Any] = [None] * size
+        distributed.all_gather_object(parts, own, group=process_group)
         return parts
 
-    return Host(
-        "torch.distributed", distributed.get_rank(), distributed.get_world_size(), all_gather
-    )
+    return Host("torch.distributed", rank, size, all_gather)
 
 
 def _mpi_host() -> Host | None:

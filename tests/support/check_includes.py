@@ -40,7 +40,7 @@ FOREIGN = {
 }
 # Top-level import of a framework -> files (from integration/bitopk) that may have it.
 FRAMEWORKS = {
-    "torch": re.compile(r"^(torch|ddp)(\.py$|/)"),
+    "torch": re.compile(r"^(torch|ddp|horovod)(\.py$|/)"),
     "horovod": re.compile(r"^horovod(\.py$|/)"),
     "mpi4py": re.compile(r"^$"),
     "matplotlib": re.compile(r"^$"),

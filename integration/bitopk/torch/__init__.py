@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch: `Reducer`, for any training loop."""
+"""bitopk for PyTorch programs; imports torch."""

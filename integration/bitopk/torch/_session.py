@@ -116,6 +116,8 @@ class Session:
         Density as a function of the step; see `bitopk.schedules`.
     bucket_bytes : int
         Dense bytes of the units that share a message.
+    report_wait_after : float
+        Seconds after which the log names the ranks that are waited for.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class Session:
         tensor_scales: Callable[[], Sequence[float]] | None = None,
         schedule: Schedule | None = None,
         bucket_bytes: int = 32 << 20,
+        report_wait_after: float = 10.0,
     ) -> None:
         self.spec = spec
         self.op = op
@@ -138,6 +141,7 @@ class Session:
         # Called after each connection, on all ranks: for whoever keeps memories across them.
         self.on_connect: Callable[[Session], None] | None = None
         self._connect = connect
+        self._report_wait_after = report_wait_after
         self._config = make_config(spec, bucket_bytes)
         self._slots: dict[str, _Slot] = {}
         for number, (name, shape, dtype) in enumerate(tensors):
@@ -151,6 +155,7 @@ class Session:
         self._last_scale = 1.0
         self._last_tensor_scales: list[float] = []
         self._density: tuple[float, float] | None = None
+        self._steps_before = 0
         self._open = False
         self._lock = threading.RLock()
         check_step_options(op, 1.0)
@@ -196,6 +201,16 @@ class Session:
                 self._rank.engine.submit(slot.number, view, view)
             slot.tensor = tensor
 
+    def is_completed(self) -> bool:
+        """Tell, without waiting, whether `finish` would return at once."""
+        with self._lock:
+            return not self._open or (self.all_submitted() and self._rank.engine.is_completed())
+
+    @property
+    def was_dropped(self) -> bool:
+        """Whether the last step left no trace in the memories, because of NaN or Inf."""
+        return self._rank.engine.schedule_step == self._steps_before
+
     def finish(self) -> None:
         """End the step, wait for it, and leave the results in the tensors.
 
@@ -235,6 +250,7 @@ InvalidArgumentError
 
     def _begin(self) -> None:
         rank = self.connect()
+        self._steps_before = rank.engine.schedule_step
         self._follow_schedule(rank)
         core_op, scale = check_step_options(self.op, self._scale_now())
         rank.check_op(core_op)
@@ -327,7 +343,7 @@ InvalidArgumentError
     def _make_engine(self) -> RankEngine:
         engine, description = self._connect(self._config)
         logger.info("rank %d of %d: %s", engine.rank, engine.size, description)
-        rank = RankEngine(engine)
+        rank = RankEngine(engine, self._report_wait_after)
         slots = self._slots.values()
         rank.register_tensors(
             [(slot.name, slot.shape, _NUMPY_TYPES[_ENGINE_TYPES[slot.dtype]]) for slot in slots],

@@ -42,6 +42,11 @@ _LINGER_SECONDS = 0.3
 # How long the exit of the interpreter waits until a group can be destroyed.
 _LONGEST_EXIT_SECONDS = 3.0
 
+# Gloo puts each rank's part where it belongs as it comes. Small messages, every call's first among
+# them, are received into memory full of this byte, so that it can be told who has sent nothing.
+_NOTHING_YET = 0xA5
+_LARGEST_FILLED_BYTES = 64 << 10
+
 # Backends with all_to_all_single; the others gather everything and pick.
 _HAVE_ALL_TO_ALL = ("gloo", "nccl", "mpi", "ucc")
 
@@ -79,10 +84,10 @@ def own_process_group(process_group: Any = None, timeout: float = 60.0) -> Any:
     The engine's thread makes its collectives whenever a message is ready. In a group that the
     program uses too they would pair with the program's own, in an order that differs between ranks.
 
-    Like ``torch.distributed.new_group``, which it calls, it must be called by all ranks of the
-    *default* group, in the same order. For a subgroup, torch that has ``use_local_synchronization``
-    (2.1 and later) wants only the ranks of the subgroup; older torch wants the others as well, with
-    the same ranks.
+    It calls ``torch.distributed.new_group``, which is collective over the *default* group: all its
+    ranks must call, in the same order. For a subgroup, torch that has ``use_local_synchronization``
+    (2.1 and later) wants only the ranks of the subgroup. Older torch waits for the other ranks as
+    well; these call ``torch.distributed.new_group(ranks_of_the_subgroup)``.
 
     Parameters
     ----------
@@ -156,6 +161,7 @@ class TorchCollectives:
         self.rank: int = dist.get_rank(process_group)
         self.size: int = dist.get_world_size(process_group)
         self.backend: str = str(dist.get_backend(process_group))
+        self._global_ranks = list(dist.get_process_group_ranks(process_group))
         self._device = torch.device("cpu")
         if self.backend == "nccl":
             self._device = torch.device("cuda", torch.cuda.current_device())
@@ -202,6 +208,9 @@ class TorchCollectives:
         lengths = [len(part) for part in parts]
         send = self._send.filled(parts)
         receive = self._receive.take(sum(sizes))
+        fill = receive.numel() <= _LARGEST_FILLED_BYTES
+        if fill:
+            receive.fill_(_NOTHING_YET)
         source, target = self._on_device(send), self._on_device(receive, copy=False)
         self._run(
             lambda: dist.all_to_all_single(
@@ -211,6 +220,7 @@ class TorchCollectives:
             what,
             timeout,
             aborted,
+            lambda: self._silent(receive, sizes) if fill else [],
         )
         if target is not receive:
             receive.copy_(target)
@@ -235,11 +245,18 @@ class TorchCollectives:
         ]
 
     def all_reduce(
-        self, values: np.ndarray, what: str, timeout: float, aborted: Callable[[], bool]
+        self, values: Any, what: str, timeout: float, aborted: Callable[[], bool]
     ) -> None:
-        """Replace an int64 or float32 array by its sum over ranks; errors as of `all_to_all`."""
+        """Replace an int64 or float32 array by its sum over ranks; errors as of `all_to_all`.
+
+        Parameters
+        ----------
+        values : memoryview or numpy.ndarray
+            int64, added modulo 2**64, or float32.
+        """
+        array = np.asarray(values)
         # A copy, since the caller's memory must not be written to after a failure.
-        tensor = torch.from_numpy(values.copy()).to(self._device)
+        tensor = torch.from_numpy(array.copy()).to(self._device)
         self._run(
             lambda: dist.all_reduce(tensor, group=self._group, async_op=True),
             (tensor,),
@@ -247,7 +264,7 @@ class TorchCollectives:
             timeout,
             aborted,
         )
-        values[...] = tensor.cpu().numpy()
+        array[...] = tensor.cpu().numpy()
 
     def close(self) -> None:
         """Destroy the group, which its peers see as the end of this rank; idempotent.
@@ -276,6 +293,7 @@ class TorchCollectives:
         what: str,
         timeout: float,
         aborted: Callable[[], bool],
+        silent: Callable[[], list[int]] = list,
     ) -> None:
         begin = time.monotonic()
         who = f"(rank {self.rank} of {self.size})"
@@ -290,26 +308,55 @@ class TorchCollectives:
                 if aborted():
                     raise CommunicationError(f"{what}: aborted after {waited:.1f} s {who}")
                 if waited > timeout:
+                    missing = self._one_of(silent())
                     raise CommunicationError(
-                        f"{what}: no answer within {timeout:g} s from one or more of "
-                        f"{self._others()} {who}"
+                        f"{what}: no answer within {timeout:g} s from {missing} {who}"
                     )
                 time.sleep(pause)
                 pause = min(1.2 * pause, _LONGEST_PAUSE_SECONDS)
             work.wait()  # raises what the call failed with
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             if isinstance(error, CommunicationError):
                 raise
             waited = time.monotonic() - begin
+            lost = self._one_of(self._lost())
             text = str(error).strip().splitlines()[0]
             raise CommunicationError(
-                f"{what}: lost one of {self._others()} after {waited:.1f} s: {text} {who}"
+                f"{what}: lost {lost} after {waited:.1f} s: {text} {who}"
             ) from error
         self._pending = None
 
-    def _others(self) -> str:
-        others = [str(rank) for rank in range(self.size) if rank != self.rank]
-        return f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(others)}"
+    def _one_of(self, ranks: Sequence[int]) -> str:
+        # Nobody: it is not known who of the others it is.
+        ranks = ranks or [rank for rank in range(self.size) if rank != self.rank]
+        if len(ranks) == 1:
+            return f"rank {ranks[0]}"
+        return f"one or more of ranks {', '.join(map(str, ranks))}"
+
+    def _silent(self, receive: torch.Tensor, sizes: Sequence[int]) -> list[int]:
+        # Ranks of which nothing has come.
+        parts = receive.numpy()
+        ends = np.cumsum(sizes)
+        return [
+            rank
+            for rank, (end, size) in enumerate(zip(ends, sizes))
+            if rank != self.rank and size > 0 and np.all(parts[end - size : end] == _NOTHING_YET)
+        ]
+
+    def _lost(self) -> list[int]:
+        # Gloo says which address is gone, not which rank; but it starts no message to that one.
+        lost: list[int] = []
+        if self.backend != "gloo":
+            return lost
+        byte = torch.zeros(1, dtype=torch.uint8)
+        for rank, global_rank in enumerate(self._global_ranks):
+            if rank == self.rank:
+                continue
+            try:
+                dist.isend(byte, global_rank, group=self._group)
+            except (RuntimeError, ValueError):
+                lost.append(rank)
+        return lost
 
     def _on_device(self, tensor: torch.Tensor, copy: bool = True) -> torch.Tensor:
         if self._device.type == "cpu":
@@ -391,6 +438,13 @@ def _destroy_when_idle(
     # False: the last call did not end. Then destroying the group would not end, either.
     end = time.monotonic() + longest
     time.sleep(_LINGER_SECONDS)
+    if pending is not None and not pending[0].is_completed() and hasattr(group, "abort"):
+        # Of torch 2. It ends NCCL's work, for which NCCL's watchdog would end the process later;
+        # to Gloo it does nothing.
+        try:
+            group.abort()
+        except RuntimeError:
+            pass
     while pending is not None and not pending[0].is_completed():
         if time.monotonic() > end:
             return False
