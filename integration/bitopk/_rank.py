@@ -75,7 +75,7 @@ class RankEngine:
         self, engine: _core.Engine, report_wait_after: float = _REPORT_WAIT_AFTER_SECONDS
     ) -> None:
         self.engine = engine
-        self._report_wait_after = report_wait_after  # seconds
+        self.report_wait_after = report_wait_after  # seconds
         self._numbers: dict[str, int] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, np.dtype] = {}
@@ -238,17 +238,22 @@ class RankEngine:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the engine and say now and then for whom; False after `timeout` seconds."""
         end = None if timeout is None else time.monotonic() + timeout
-        report_after = self._report_wait_after
+        report_after = self.report_wait_after
         while True:
             left = _WAIT_SLICE_SECONDS if end is None else end - time.monotonic()
             if self.engine.wait_for(min(_WAIT_SLICE_SECONDS, max(left, 0.001))):
                 return True
             if end is not None and time.monotonic() >= end:
                 return False
-            ranks, what, seconds = self.engine.waiting()
-            if ranks and seconds >= report_after:
-                logger.warning("still waiting for ranks %s after %.0f s: %s", ranks, seconds, what)
-                report_after *= 2
+            report_after = self.report_wait(report_after)
+
+    def report_wait(self, report_after: float) -> float:
+        """Log for whom the engine waits if that lasts for so many seconds; return when to again."""
+        ranks, what, seconds = self.engine.waiting()
+        if not ranks or seconds < report_after:
+            return report_after
+        logger.warning("still waiting for ranks %s after %.0f s: %s", ranks, seconds, what)
+        return 2 * report_after
 
     def worker_memory(self) -> dict[str, np.ndarray]:
         """Return this rank's worker memory by name; zeros for tensors that travel dense."""

@@ -72,7 +72,14 @@ def gather(owner: Any, destination: int = 0) -> dict[str, Any] | None:
         A whole state on `destination`, None elsewhere.
     """
     owner = getattr(owner, "bitopk", owner)
-    part = owner.state_dict()
+    state = owner.state_dict()
+    if "sets" not in state:
+        return _gather_part(owner, state, destination)
+    wholes = [_gather_part(owner, part, destination) for part in state["sets"]]
+    return None if None in wholes else {"format": FORMAT, "sets": wholes}
+
+
+def _gather_part(owner: Any, part: dict[str, Any], destination: int) -> dict[str, Any] | None:
     parts = [b""] * part["world_size"]
     parts[destination] = _pack(_check_part(part))
     received = owner.all_to_all(parts)
@@ -86,11 +93,19 @@ def gather(owner: Any, destination: int = 0) -> dict[str, Any] | None:
 def join(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Make a whole state of the parts that all ranks saved, in any order.
 
+    Those of a `Reducer`, which hold a part for each set of keys, become a state with a whole state
+    for each.
+
     Raises
     ------
     InvalidArgumentError
         If a part is damaged, missing or of another job.
     """
+    if parts and all(isinstance(part, Mapping) and "sets" in part for part in parts):
+        if len({len(part["sets"]) for part in parts}) != 1:
+            raise InvalidArgumentError("checkpoint: the parts hold different numbers of sets")
+        sets = zip(*(part["sets"] for part in parts))
+        return {"format": FORMAT, "sets": [join(each) for each in sets]}
     checked = sorted((_check_part(part) for part in parts), key=lambda part: part["rank"])
     if not checked:
         raise InvalidArgumentError("checkpoint: got no parts")
@@ -112,6 +127,8 @@ def join(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def num_bytes(state: Mapping[str, Any]) -> int:
     """Return the size of the memories in a part or a whole state."""
+    if "sets" in state:
+        return sum(num_bytes(each) for each in state["sets"])
     parts = state["parts"] if "parts" in state else [state]
     return sum(
         4 * int(np.prod(tuple(memory.shape), dtype=np.int64))

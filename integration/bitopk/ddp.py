@@ -117,6 +117,7 @@ class TopKState:
         self._session: Optional[Session] = None
         self._parameters: dict[str, torch.Tensor] = {}
         self._names: dict[int, str] = {}  # by id of the parameter
+        self._sparse: set[str] = set()  # names of those that are not ours
         self._usage = Usage({})
         self._error: Optional[Exception] = None  # after which there are no more steps
         self._lock = threading.RLock()
@@ -126,9 +127,9 @@ class TopKState:
     def _forget_step(self) -> None:
         self._num_buckets = 0
         self._all_at_once = False
+        self._seen: set[str] = set()
         self._views: dict[str, torch.Tensor] = {}
         self._left_alone: dict[str, torch.Tensor] = {}
-        self._sparse: set[str] = set()
         self._pending: list[tuple[torch.futures.Future, torch.Tensor]] = []
 
     def _take_parameters(self, named_parameters: NamedParameters) -> None:
@@ -185,7 +186,8 @@ class TopKState:
             return future
 
     def _reduce_sparse(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        self._sparse.update(self._name_of(p) for p in bucket.parameters())
+        self._sparse.update(self._names.get(id(p), "") for p in bucket.parameters())
+        self._seen.update(self._name_of(p) for p in bucket.parameters())
         return default_hooks.allreduce_hook(self.process_group, bucket)
 
     def _submit(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -200,6 +202,7 @@ class TopKState:
             if self._session is not None:
                 self._session.submit(name, view)
             self._views[name] = view
+        self._seen.update(self._views)
         future = _new_future(buffer)
         self._pending.append((future, buffer))
         return future
@@ -237,11 +240,11 @@ class TopKState:
         return not missing
 
     def _missing(self) -> list[str]:
-        if self._session is not None:
-            expected = [name for name in self._session.names if name != USED]
-        else:
-            expected = [name for name, p in self._parameters.items() if p.requires_grad]
-        return [name for name in expected if name not in self._views and name not in self._sparse]
+        return [
+            name
+            for name, p in self._parameters.items()
+            if name not in self._seen and p.requires_grad
+        ]
 
     def _end_step(self) -> None:
         if self._views:

@@ -59,3 +59,11 @@ def test_join_is_an_error_on_the_ranks_that_go_on(way, steps):
 def test_checkpoints_resume_bit_for_bit_and_move_to_another_number_of_ranks(tmp_path):
     check(mpirun_job(3, "resume.py", "save", tmp_path), 3, 6)
     check(horovodrun(2, "resume.py", "load", tmp_path), 2, 3)
+
+
+def test_a_rank_that_is_late_is_named():
+    done = horovodrun(2, "late.py", env={"HOROVOD_STALL_CHECK_TIME_SECONDS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    for step in (2, 3):
+        late = rf"\[0\]<stdout>:still waiting for ranks \[1\] after \d s: .*, step {step}"
+        assert re.search(late, done.stdout), done.stdout

@@ -15,8 +15,8 @@ README = (ROOT / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-def test_readme_has_the_two_programs():
-    assert len(SNIPPETS) == 2
+def test_readme_has_the_three_programs():
+    assert len(SNIPPETS) == 3
 
 
 def test_two_ranks(tmp_path):
@@ -33,9 +33,22 @@ def test_two_ranks(tmp_path):
     assert "[1] rank 1: 1000 entries" in done.stdout
 
 
+def test_any_loop(tmp_path):
+    pytest.importorskip("torch")
+    script = tmp_path / "loop.py"
+    script.write_text(SNIPPETS[1])
+    done = subprocess.run(
+        [sys.executable, "-m", "bitopk", "launch", "-np", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_one_process(tmp_path):
     script = tmp_path / "local.py"
-    script.write_text(SNIPPETS[1])
+    script.write_text(SNIPPETS[2])
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=100
     )

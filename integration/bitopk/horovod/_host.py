@@ -22,6 +22,7 @@ __all__ = [
     "describe",
     "initialised_host",
     "make_host",
+    "participation",
     "report_wait_after",
 ]
 
@@ -52,7 +53,8 @@ def make_host(process_set: Any, operation: str) -> Host:
     """
 
     def all_gather(own: bytes) -> list[bytes]:
-        sizes = _gather(torch.tensor([len(own)]), f"{operation}.sizes").tolist()
+        size = torch.tensor([len(own)], dtype=torch.int64, device="cpu")
+        sizes = _gather(size, f"{operation}.sizes").tolist()
         everything = _gather(_as_tensor(own), f"{operation}.bytes").numpy().tobytes()
         parts, at = [], 0
         for size in sizes:
@@ -85,8 +87,20 @@ def describe(process_set: Any) -> str:
     return f"process set {process_set.ranks}"
 
 
+def participation(process_set: Any, device: torch.device) -> torch.Tensor:
+    """Return what tells, once it is reduced, by which operation and whether all ranks took part.
+
+    Shape (2,), float32: 1, and 1 on rank 0 of the set, else 0. A rank that has joined counts as
+    zeros; one number alone would not tell a sum over one rank from a mean.
+    """
+    values = [1.0, 1.0 if process_set.rank() == 0 else 0.0]
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
 def _as_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
+    if not data:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def default_timeout() -> float:

@@ -1,41 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DistributedOptimizer` and `attach`: Horovod's optimizer with the engine in place of allreduce.
-
-Horovod's optimizer stays in charge of hooks, backward passes, gradient clipping and `step`; on the
-instance, the one method that starts the reduction of a gradient is replaced. It returns a callable,
-which Horovod takes for a handle. Every rank hands over all its gradients before it waits for any of
-them, so the engine, which launches in one order on all ranks, cannot be blocked.
-"""
+"""`DistributedOptimizer` and `attach`: the engine in the optimizer that Horovod wraps."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
 import numbers
-import threading
-import time
 from collections.abc import Callable, Iterable
 from typing import Any, Union
 
 import horovod.torch as hvd
 import torch
-from horovod.common.exceptions import HorovodInternalError
-from horovod.torch.mpi_ops import allreduce_async_, poll, synchronize
 
 from bitopk.compression import Compression
-from bitopk.errors import Error, InvalidArgumentError
+from bitopk.errors import InvalidArgumentError
 from bitopk.horovod._attachment import Attachment, check_scale
-from bitopk.horovod._host import JOIN_REASON
+from bitopk.horovod._driver import Driver
 from bitopk.schedules import Schedule
 from bitopk.torch._session import as_compression
 
 __all__ = ["DistributedOptimizer", "attach"]
 
 Scale = Union[None, float, Callable[[], float], str]
-
-_SHORTEST_PAUSE_SECONDS = 50e-6
-_LONGEST_PAUSE_SECONDS = 1e-3
 
 _OPS = {hvd.Average: "average", hvd.Sum: "sum"}
 _REFUSED_OPS = {
@@ -202,7 +187,7 @@ def _attach(
     if tensor_scales is not None:
         registered = attachment.session.names
         attachment.session.tensor_scales = lambda: tensor_scales(registered)
-    _Driver(optimizer, attachment, names).take_over()
+    Driver(optimizer, attachment, names).take_over()
     return optimizer
 
 
@@ -220,135 +205,6 @@ def _learning_rates(
         return [1.0 / rate if rate != 0.0 else math.inf for rate in ordered]
 
     return scales
-
-
-class _Driver:
-    """Carries the gradients of one optimizer through its engine, in Horovod's own sequence."""
-
-    def __init__(
-        self, optimizer: Any, attachment: Attachment, names: dict[torch.Tensor, str]
-    ) -> None:
-        self._optimizer = optimizer
-        self._attachment = attachment
-        self._names = names
-        self._sparse_dims: dict[torch.Tensor, int] = {}  # of parameters that had sparse gradients
-        self._token: int | None = None  # Horovod's handle, while it is under way
-        self._lock = threading.RLock()  # hooks of several devices run in several threads
-
-    def take_over(self) -> None:
-        """Replace on the instance what Horovod looks up there."""
-        optimizer = self._optimizer
-        optimizer.bitopk = self._attachment
-        optimizer._allreduce_grad_async = self.submit
-        optimizer.zero_grad = self.zero_grad
-        optimizer.load_state_dict = self.load_state_dict
-        # Groups only say what Horovod fuses; without them its hooks hand over each gradient alone.
-        optimizer._groups = None
-
-    # --- called by Horovod ---------------------------------------------------------------------
-
-    def submit(self, p: torch.Tensor) -> tuple[Any, None]:
-        """Hand over the gradient of `p`; returns a handle and no context."""
-        if p.grad is None:
-            # Another rank may have a gradient for it.
-            p.grad = self._zeros(p)
-        if p.grad.is_sparse:
-            self._sparse_dims[p] = p.grad.sparse_dim()
-            return type(self._optimizer)._allreduce_grad_async(self._optimizer, p)
-        with self._lock:
-            try:
-                if not self._attachment.session.is_open:
-                    self._begin_step()
-                self._attachment.submit(self._names[p], p.grad)
-            except Exception:
-                self._forget_step()
-                raise
-        return functools.partial(self._result, p), None
-
-    def _zeros(self, p: torch.Tensor) -> torch.Tensor:
-        dims = self._sparse_dims.get(p)
-        if dims is None:
-            return torch.zeros_like(p, requires_grad=False)
-        # The other ranks gather rows, so this one must too, though it has none.
-        indices = torch.empty((dims, 0), dtype=torch.int64, device=p.device)
-        values = torch.empty((0, *p.shape[dims:]), dtype=p.dtype, device=p.device)
-        return torch.sparse_coo_tensor(indices, values, p.shape)
-
-    def _result(self, p: torch.Tensor) -> torch.Tensor:
-        with self._lock:
-            try:
-                self._check_token()
-                self._attachment.finish()
-            except Exception:
-                self._forget_step()
-                raise
-        return p.grad
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Set gradients to zero or None, with the arguments of the optimizer inside."""
-        if self._optimizer._handles:
-            type(self._optimizer).zero_grad(self._optimizer)  # raises Horovod's AssertionError
-        super(type(self._optimizer), self._optimizer).zero_grad(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load the optimizer's state; a step under way is waited for and its results are lost."""
-        with self._lock:
-            with contextlib.suppress(Error):  # the next step meets it again if it is lasting
-                self._attachment.session.finish()
-        type(self._optimizer).load_state_dict(self._optimizer, *args, **kwargs)
-
-    # --- the token -----------------------------------------------------------------------------
-    # One small allreduce per step. It tells who takes part before anybody waits for the engine, and
-    # shows the step to Horovod's stall inspector and failure detection.
-
-    def _begin_step(self) -> None:
-        if self._token is not None:
-            # Of a step that was given up, and under way until all ranks have begun that step.
-            with contextlib.suppress(HorovodInternalError):
-                _wait_for(self._token)
-        process_set = self._attachment.process_set
-        token = torch.tensor([1.0, 1.0 if process_set.rank() == 0 else 0.0])
-        name = f"bitopk.step.{self._attachment.label}"
-        self._token = allreduce_async_(token, op=hvd.Sum, name=name, process_set=process_set)
-        if not self._attachment.session.connected:
-            self._check_token()  # connecting would wait for a rank that has joined
-
-    def _check_token(self) -> None:
-        if self._token is None:
-            return
-        token, self._token = self._token, None
-        session = self._attachment.session
-        try:
-            value = _wait_for(token).tolist()
-        except Exception as error:
-            session.abandon(f"Horovod reported: {error}")
-            raise
-        size = self._attachment.process_set.size()
-        if value != [size, 1.0]:
-            text = (
-                f"bitopk.horovod: {JOIN_REASON} ({value[0]:.0f} of {size} ranks are left; this is "
-                f"rank {self._attachment.process_set.rank()})"
-            )
-            session.abandon(text)
-            raise InvalidArgumentError(text)
-
-    def _forget_step(self) -> None:
-        """Leave the optimizer as between two steps, for whoever catches the error and goes on."""
-        self._optimizer._handles.clear()
-        for p in self._optimizer._allreduce_delay:
-            self._optimizer._allreduce_delay[p] = self._optimizer.backward_passes_per_step
-
-
-def _wait_for(handle: int) -> torch.Tensor:
-    """Return the result of an operation of Horovod.
-
-    Horovod's own wait spins, and takes the processor from the engine's thread.
-    """
-    pause = _SHORTEST_PAUSE_SECONDS
-    while not poll(handle):
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-    return synchronize(handle)
 
 
 # --- checks --------------------------------------------------------------------------------------

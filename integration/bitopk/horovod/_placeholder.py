@@ -22,7 +22,7 @@ from horovod.torch.optimizer import _DistributedOptimizer
 from bitopk.compression import Compression
 from bitopk.errors import InvalidArgumentError
 from bitopk.horovod._attachment import Attachment, check_scale
-from bitopk.horovod._host import JOIN_REASON
+from bitopk.horovod._host import JOIN_REASON, participation
 from bitopk.schedules import Schedule
 from bitopk.torch._session import Session, as_compression
 
@@ -177,9 +177,7 @@ class GradientCompressor:
             return tensor, None
         self.bitopk.submit(name, tensor)
         self._step.add(name)
-        is_first = self.bitopk.process_set.rank() == 0
-        placeholder = torch.tensor([1.0, 1.0 if is_first else 0.0], device=tensor.device)
-        return placeholder, tensor
+        return participation(self.bitopk.process_set, tensor.device), tensor
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Wait for the engine and return the gradient, which then holds the result.

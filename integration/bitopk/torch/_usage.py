@@ -34,9 +34,7 @@ class Usage:
         self._used: set[str] = set()
         self._always = {name for name, p in parameters.items() if not p.requires_grad}
         self._hooks = [
-            p.register_hook(self._noting(name))
-            for name, p in parameters.items()
-            if p.requires_grad
+            p.register_hook(self._noting(name)) for name, p in parameters.items() if p.requires_grad
         ]
 
     def _noting(self, name: str):  # noqa: ANN202

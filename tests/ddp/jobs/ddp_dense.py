@@ -63,7 +63,9 @@ def compare(what, kind=Branching, uses=always, parts=1, set_to_none=True, model=
     ours = wrap(make(kind, **(model or {})), **options)
     state = TopKState(ALL, ours.named_parameters())
     ours.register_comm_hook(state, topk_hook)
-    steps = zip(run_steps(dense, uses, parts, set_to_none), run_steps(ours, uses, parts, set_to_none))
+    steps = zip(
+        run_steps(dense, uses, parts, set_to_none), run_steps(ours, uses, parts, set_to_none)
+    )
     for step, _ in steps:
         check_close(ours, dense, f"{what}, step {step}", bits=WORLD_SIZE == 2)
     torch_1_forgets = not TORCH_2 and uses is in_one_part  # replicas diverge, without a hook too
