@@ -241,7 +241,10 @@ void RegisterEngine(py::module_& module) {
                              [](const EngineHandle& h) { return h.engine().warnings(); })
       .def("close", &EngineHandle::Close)
       .def_property_readonly("schedule_step",
-                             [](const EngineHandle& h) { return h.engine().schedule_step(); })
+                             [](const EngineHandle& h) {
+                               const py::gil_scoped_release release;
+                               return h.engine().schedule_step();
+                             })
       .def("sibling",
            [](const EngineHandle& h, const Config& config) {
              const py::gil_scoped_release release;

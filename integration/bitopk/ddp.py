@@ -350,8 +350,8 @@ class TopKState:
 
         if self._num_buckets == 2:
             _at_end_of_backward(raise_error)
+        # Not a daemon: the exit of the interpreter must not find it inside of a future.
         timer = self._timer = threading.Timer(_NEXT_BUCKET_SECONDS, give_up)
-        timer.daemon = True
         timer.start()
 
     def _stop_timer(self) -> None:
@@ -422,7 +422,10 @@ class TopKState:
             self._session.set_density(density, density_down)
             self._schedule = self._session.schedule
         else:
-            self._schedule = lambda step: (density, density if density_down is None else density_down)
+            self._schedule = lambda step: (
+                density,
+                density if density_down is None else density_down,
+            )
 
     def worker_memory(self) -> dict[str, np.ndarray]:
         """Return a copy of this rank's worker memory by name."""
@@ -493,9 +496,7 @@ class TopKState:
         self._start()
 
 
-def topk_hook(
-    state: TopKState, bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def topk_hook(state: TopKState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Reduce a bucket of gradients to their mean over ranks, compressed both ways.
 
     Parameters

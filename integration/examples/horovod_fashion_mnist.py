@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "demo"))
 from fashion_mnist_data import DEBIAN_DATA, load_data, make_model
 
 # Per rank; times the number of ranks, as in Horovod's own examples.
-DEFAULT_LR = {"sgd": 0.05, "momentum": 0.01, "adamw": 0.0005}
+DEFAULT_LR = {"sgd": 0.025, "momentum": 0.0025, "adamw": 0.000125}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -37,7 +37,7 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--batch-size", type=int, default=64, help="samples per rank and step")
+    add("--batch-size", type=int, default=16, help="samples per rank and step")
     add("--epochs", type=int, default=5, help="passes over the data")
     add("--optimizer", choices=tuple(DEFAULT_LR), default="sgd")
     add("--lr", type=float, help=f"step size for one rank; by default {DEFAULT_LR}")

@@ -246,8 +246,7 @@ TEST_P(EngineMemoryTest, BytesGoToWhomTheyAreFor) {
   RunEngines(Transport::kInProcess, world_size(), job.config, [&](Engine& engine) {
     std::vector<Buffer> parts;
     for (int to = 0; to < world_size(); ++to)
-      parts.push_back(
-          Buffer(static_cast<std::size_t>(to), static_cast<std::uint8_t>(engine.rank())));
+      parts.emplace_back(static_cast<std::size_t>(to), static_cast<std::uint8_t>(engine.rank()));
     const auto received = engine.AllToAll(parts);
     for (int from = 0; from < world_size(); ++from) {
       EXPECT_EQ(received[static_cast<std::size_t>(from)],
@@ -282,7 +281,7 @@ TEST_P(EngineMemoryTest, TwoEnginesShareConnections) {
 }
 
 TEST(EngineAbort, EndsTheStepAndLeavesTheMemoriesReadable) {
-  const Config config = ConfigOf(ExchangeKind::kSharded);
+  Config config = ConfigOf(ExchangeKind::kSharded);
   std::atomic<int> ready{0};  // an abort may fail the last step of a rank that is still in it
   const testing::Outcome outcome = testing::TryEngines(
       Transport::kInProcess, 2, [&](int) { return config; },

@@ -51,7 +51,7 @@ def test_the_warmup_ends_at_the_density():
     ],
 )
 def test_values_that_make_no_sense_are_refused(make):
-    with pytest.raises(InvalidArgumentError, match="schedule|exponential_warmup"):
+    with pytest.raises(InvalidArgumentError, match=r"schedule|exponential_warmup"):
         make()
 
 
