@@ -11,6 +11,7 @@ Used as the hooks of torch.distributed.algorithms.ddp_comm_hooks are::
 # No `from __future__ import annotations` here: torch compares the annotations of a hook, not their
 # text.
 
+import itertools
 import logging
 import threading
 from collections.abc import Iterable, Iterator
@@ -274,6 +275,7 @@ class TopKState:
             self.spec, tensors, self._connect, scale=self._scale, schedule=self._schedule
         )
         if self._state_to_load is not None:
+            _check_names(self._state_to_load, names)
             session.load_state_dict(self._state_to_load)
         session.connect()
         self._state_to_load = None
@@ -533,6 +535,19 @@ def _gradients(bucket: dist.GradBucket) -> Iterator[tuple[torch.Tensor, torch.Te
         # not know of. The strides of an empty copy are those that DDP uses.
         strides = p.stride() if p.is_contiguous() else torch.empty_like(p, device="meta").stride()
         yield p, view if view.stride() == strides else view.as_strided(p.shape, strides)
+
+
+def _check_names(state: dict[str, Any], names: list[str]) -> None:
+    """Refuse a state of other parameters by name."""
+    part = state["parts"][0] if "parts" in state else state
+    saved = [name for name in checkpoint.tensor_sizes(part["tensors"]) if name != USED]
+    if saved == names:
+        return
+    here, there = next(pair for pair in itertools.zip_longest(names, saved) if pair[0] != pair[1])
+    raise InvalidArgumentError(
+        f"bitopk.ddp: the state that was loaded is of {len(saved)} parameters, DDP reduces "
+        f"{len(names)}; the first that differ are {there!r} in the state and {here!r} here"
+    )
 
 
 def _new_future(buffer: torch.Tensor) -> torch.futures.Future:

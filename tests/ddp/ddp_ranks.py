@@ -31,11 +31,9 @@ class Job:
         self, folder: Path, num_ranks: int, script: str | Path, *arguments: object
     ) -> None:
         environment = {
-            **os.environ,
+            **job_environment(),
             "WORLD_SIZE": str(num_ranks),
             "TORCH_STORE": str(folder / "store"),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(HELPERS), *filter(None, sys.path)]),
         }
         self.num_ranks = num_ranks
         self.ranks = [
@@ -62,6 +60,23 @@ class Job:
         output, _ = self.ranks[rank].communicate(timeout=timeout)
         assert self.ranks[rank].returncode == status, f"rank {rank}:\n{output}"
         return output
+
+
+def job_environment() -> dict[str, str]:
+    """Return the environment of any rank."""
+    python_path = os.pathsep.join([str(HELPERS), *filter(None, sys.path)])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path}
+
+
+def torchrun(
+    num_ranks: int, script: str | Path, *arguments: object
+) -> subprocess.CompletedProcess[str]:
+    """Run a job under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={num_ranks}", str(JOBS / script), *map(str, arguments)]
+    return subprocess.run(
+        command, env=job_environment(), capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def run(folder: Path, num_ranks: int, script: str | Path, *arguments: object) -> list[str]:

@@ -22,6 +22,7 @@ from ddp_models import (
     start,
     wrap,
 )
+from torch.utils.checkpoint import checkpoint
 
 ALL = bitopk.Compression.topk(1.0, dense_below=0)
 NUM_STEPS = 10
@@ -108,6 +109,7 @@ def main():
     compare("one large bucket", bucket_cap_mb=25)
     compare("static graph", static_graph=True)
     compare("static graph, unused", static_graph=True, model={"unused": True})
+    compare("static graph, checkpointed", kind=Checkpointed, static_graph=True)
     compare("bucket views", gradient_as_bucket_view=True)
     compare("bucket views, zeroed", gradient_as_bucket_view=True, set_to_none=False)
     compare("no_sync", parts=3)
@@ -139,6 +141,17 @@ def main():
     for dtype in [torch.float16] + [torch.bfloat16] * TORCH_2:  # Gloo of torch 1 knows no bfloat16
         compare_narrow(dtype)
     print("all equal")
+
+
+class Checkpointed(Branching):
+    """The branch is computed again in the backward pass, and used twice."""
+
+    def forward(self, x):
+        """Return the outputs."""
+        x = torch.tanh(self.first(x))
+        for _ in range(2):
+            x = x + checkpoint(lambda y: torch.tanh(self.branch(y)), x, use_reentrant=True)
+        return self.last(x)
 
 
 class MixedBag(Bag):

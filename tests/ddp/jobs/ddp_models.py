@@ -8,9 +8,11 @@ import logging
 import os
 import warnings
 
+import bitopk
 import numpy as np
 import torch
 import torch.distributed as dist
+from bitopk.ddp import TopKState, topk_hook
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,6 +20,7 @@ RANK = int(os.environ["RANK"])
 WORLD_SIZE = int(os.environ["WORLD_SIZE"])
 TORCH_2 = int(torch.__version__.split(".")[0]) >= 2
 LR = 0.05
+SPEC = bitopk.Compression.topk(0.01)
 
 
 def start(**options):
@@ -77,6 +80,14 @@ def wrap(model, **options):
     return DistributedDataParallel(model, **{"bucket_cap_mb": 0.01, **options})
 
 
+def hooked(model, spec=SPEC, options=None, **state_options):
+    """Wrap a model and register the hook; return both the wrapper and the state."""
+    model = wrap(model, **(options or {}))
+    state = TopKState(spec, model.named_parameters(), **state_options)
+    model.register_comm_hook(state, topk_hook)
+    return model, state
+
+
 def batch(step, part=0, rank=RANK, size=8):
     """Return the inputs of one rank."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * part + rank)
@@ -103,6 +114,14 @@ def descend(model, lr=LR):
         for p in model.parameters():
             if p.grad is not None:
                 p.add_(p.grad, alpha=-lr)
+
+
+def train(model, steps):
+    """Make some steps of plain SGD."""
+    for step in steps:
+        loss_of(model, batch(step)).backward()
+        descend(model)
+        model.zero_grad()
 
 
 def all_objects(value):

@@ -5,6 +5,7 @@ import contextlib
 import sys
 
 import bitopk
+import bitopk.torch
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from bitopk.hosts import torch_host
 from ddp_models import (
     LR,
     RANK,
+    SPEC,
     WORLD_SIZE,
     Bag,
     Branching,
@@ -24,25 +26,17 @@ from ddp_models import (
     check_replicas,
     descend,
     gradients,
+    hooked,
     loss_of,
     make,
     start,
     wrap,
 )
-from support import assert_bits, assert_dicts
+from support import assert_bits, assert_dicts, make_grads
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 
-SPEC = bitopk.Compression.topk(0.01)
 ALL = bitopk.Compression.topk(1.0, dense_below=0)
-
-
-def hooked(model, spec=SPEC, options=None, **state_options):
-    """Wrap a model and register the hook."""
-    model = wrap(model, **(options or {}))
-    state = TopKState(spec, model.named_parameters(), **state_options)
-    model.register_comm_hook(state, topk_hook)
-    return model, state
 
 
 def local_gradients(model, x, **options):
@@ -303,6 +297,7 @@ def named_parameters_are_checked():
     error = error_of(lambda: loss_of(model, batch(0)).backward())
     assert "parameter of shape [" in str(error)
     # All buckets come at once, and DDP does not say which is the last.
+    bitopk.ddp._NEXT_BUCKET_SECONDS = 1.0
     words = wrap(make(Words), static_graph=True)
     state = TopKState(0.1, [*words.named_parameters(), ("x", nn.Parameter(torch.zeros(3)))])
     words.register_comm_hook(state, topk_hook)
@@ -370,6 +365,22 @@ def half_precision():
     assert set(state.worker_memory()) == {"bag.0", "bag.1"}
     assert_bits(state.server_memory()["bag.0"].shape, (50, 40), "shape")
     state.close()
+
+
+def reductions_by_hand():
+    """A Reducer over torch.distributed: over a group of it, and through its collectives."""
+    shapes = {"a": (300, 40), "b": (20,)}
+    group = dist.new_group(list(range(WORLD_SIZE)))
+    options = ({}, {"process_group": group}, {"transport": "torch", "timeout": 20.0})
+    for option in options:
+        local = LocalGroup(WORLD_SIZE, SPEC)
+        with bitopk.torch.Reducer(SPEC, **option) as reducer:
+            for step in range(5):
+                grads = make_grads(shapes, WORLD_SIZE, "normal", step)
+                expected = local.allreduce(grads)[RANK]
+                for name, gradient in grads[RANK].items():
+                    reducer.all_reduce_(torch.from_numpy(gradient), name).wait()
+                assert_dicts(grads[RANK], expected, f"{option} step {step}")
 
 
 if __name__ == "__main__":
