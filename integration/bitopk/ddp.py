@@ -216,7 +216,7 @@ class TopKState:
             raise InvalidArgumentError(f"bitopk.ddp: {name!r} was in no bucket of the first step")
         if not self._parameters:
             raise InvalidArgumentError(
-                "bitopk.ddp: the state was unpickled and has no parameters yet; call "
+                "bitopk.ddp: the state has no parameters, since it was unpickled (or closed); call "
                 "state.bind(model.named_parameters()) before the first step"
             )
         raise InvalidArgumentError(
@@ -286,8 +286,6 @@ class TopKState:
 
     def _keep_unused(self, session: Session, unused: list[str]) -> None:
         """Take back what DDP will not use: no rank has a gradient of these parameters."""
-        if len(unused) == len(self._views):
-            return  # nonfinite="skip" made zeros of everything, this message too
         for name in unused:
             view = self._views[name]
             before = self._left_alone.get(name)

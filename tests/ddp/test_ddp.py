@@ -6,10 +6,9 @@ from __future__ import annotations
 import re
 
 import pytest
+from ddp_ranks import Job, run, torchrun
 
 torch = pytest.importorskip("torch")
-
-from ddp_ranks import Job, run, torchrun
 
 TORCH_2 = int(torch.__version__.split(".")[0]) >= 2
 

@@ -8,7 +8,7 @@ be lost; so the ranks tell each other what they used, and what was not is given 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -37,7 +37,7 @@ class Usage:
             p.register_hook(self._noting(name)) for name, p in parameters.items() if p.requires_grad
         ]
 
-    def _noting(self, name: str):  # noqa: ANN202
+    def _noting(self, name: str) -> Callable[[torch.Tensor], None]:
         def note(gradient: torch.Tensor) -> None:
             self._used.add(name)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import sys
 import warnings
 
 import bitopk
@@ -122,6 +123,15 @@ def train(model, steps):
         loss_of(model, batch(step)).backward()
         descend(model)
         model.zero_grad()
+
+
+def error_of(call, kind=bitopk.InvalidArgumentError):
+    """Return the error that a call raises."""
+    try:
+        call()
+    except kind as error:
+        return error
+    sys.exit("no error")
 
 
 def all_objects(value):

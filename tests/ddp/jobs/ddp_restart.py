@@ -16,6 +16,7 @@ from ddp_models import (
     Branching,
     check_close,
     check_replicas,
+    error_of,
     hooked,
     make,
     start,
@@ -103,15 +104,6 @@ def refusals():
         error
     )
     assert "'never.weight' here" in str(error)
-
-
-def error_of(call, kind=bitopk.InvalidArgumentError):
-    """Return the error that a call raises."""
-    try:
-        call()
-    except kind as error:
-        return error
-    sys.exit("no error")
 
 
 class Lines(logging.Handler):
