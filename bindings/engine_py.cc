@@ -61,10 +61,10 @@ std::unique_ptr<EngineHandle> ConnectBootstrap(GlooBootstrap& bootstrap,
 
 std::vector<std::unique_ptr<EngineHandle>> InProcessEngines(int world_size, const Config& config,
                                                             double timeout) {
-  const py::gil_scoped_release release;
   InProcessGroup group(world_size, Milliseconds(timeout));
-  std::vector<std::unique_ptr<EngineHandle>> engines;
+  std::vector<std::unique_ptr<EngineHandle>> engines;  // needs the GIL where it dies
   for (int rank = 0; rank < world_size; ++rank) {
+    const py::gil_scoped_release release;
     engines.push_back(std::make_unique<EngineHandle>(group.communicator(rank), config));
   }
   return engines;

@@ -83,6 +83,9 @@ class RankEngine:
         self.registered = False
         self._last: Step | None = None
         self._state_to_load: dict[str, Any] | None = None
+        # Callers multiply the mean by N, as Horovod's Sum by way of `compression=` does.
+        self.times_n = False
+        self.loaded_scales: tuple[float, list[float]] | None = None  # of the last state
 
     def prepare(self, grads: Any, out: Any) -> Step:
         """Check one rank's gradients and make room for the results; nothing else is changed."""
@@ -169,10 +172,20 @@ class RankEngine:
         names = sorted(views, key=lambda name: name.encode())
         self.register_tensors([(name, views[name].shape, views[name].dtype) for name in names])
 
-    def load_pending_state(self) -> None:
-        """Load a state that came before the tensors were known, once all ranks have registered."""
+    def load_pending_state(self, op: _core.Op) -> None:
+        """Load a state that came before the tensors were known, once all ranks have registered.
+
+        `op` is that of the first step, which must be the state's.
+        """
         if self._state_to_load is not None:
             self.load_state(self._state_to_load)
+            self.check_op(op)
+
+    def set_density(self, density: float, density_down: float) -> None:
+        """Use other densities from the next step on, also if a state is still to be loaded."""
+        self.engine.set_density(density, density_down)
+        if self._state_to_load is not None:
+            self._state_to_load.update(density=density, density_down=density_down)
 
     def register_tensors(
         self,
@@ -292,10 +305,11 @@ class RankEngine:
 
     def save_state(self) -> dict[str, Any]:
         """Return this rank's part of the state; see `bitopk.checkpoint`."""
+        op = "" if self._op is None else self._op.name
         part = {
             "format": checkpoint.FORMAT,
             **self.engine.save_state(),
-            "op": "" if self._op is None else self._op.name,
+            "op": checkpoint.TIMES_N if self.times_n and op == "average" else op,
             "whole_server_memory": False,
         }
         return checkpoint.portable(part)
@@ -306,16 +320,19 @@ class RankEngine:
         if not self.registered:
             self._state_to_load = part
             return
-        self._state_to_load = None
-        if part["op"] and self._op is not None and part["op"] != self._op.name:
+        op = "average" if part["op"] == checkpoint.TIMES_N else part["op"]
+        if op and self._op is not None and op != self._op.name:
             raise InvalidArgumentError(
-                f"load_state_dict: the state is of op={part['op']!r}, this engine's first step "
-                f"fixed {self._op.name!r}"
+                f"load_state_dict: the state is of op={op!r}, this engine's first step fixed "
+                f"{self._op.name!r}"
             )
         self.settle()
         self.engine.load_state(part)
-        if part["op"]:
-            self._op = _OPS[part["op"]]
+        self._state_to_load = None
+        self.times_n = part["op"] == checkpoint.TIMES_N
+        self.loaded_scales = (part["scale"], part["tensor_scales"])
+        if op:
+            self._op = _OPS[op]
         if part["settings"] != self.engine.settings:
             logger.warning(
                 "load_state_dict: the memories carry over, but the settings differ: saved with %s; "

@@ -47,9 +47,21 @@ _TYPES = {
     "server_layout": dict,
     "whole_server_memory": bool,
 }
+_COMMON = (
+    "world_size",
+    "tensors",
+    "op",
+    "schedule_step",
+    "scale",
+    "tensor_scales",
+    "density",
+    "density_down",
+    "server_layout",
+)
 _FLOATS = ("density", "density_down", "scale", "tensor_scales")
 _MEMORIES = ("worker_memory", "server_memory")
-_OPS = ("", "average", "sum")
+TIMES_N = "average times n"  # the engine averages and its user multiplies by N
+_OPS = ("", "average", "sum", TIMES_N)
 
 
 def gather(owner: Any, destination: int = 0) -> dict[str, Any] | None:
@@ -116,7 +128,7 @@ def join(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             f"checkpoint: the parts of ranks 0 to {size - 1} are needed; got those of {ranks}"
         )
     for part in checked:
-        for key in ("world_size", "tensors", "op", "schedule_step", "scale"):
+        for key in _COMMON:
             if part[key] != checked[0][key]:
                 raise InvalidArgumentError(
                     f"checkpoint: {key} differs between the parts of rank 0 "
@@ -259,9 +271,22 @@ def tensor_sizes(description: str) -> dict[str, int]:
     return sizes
 
 
+def resharding_factors(op: str, old_size: int, new_size: int) -> tuple[np.float32, np.float32]:
+    """Return what worker and server memories are multiplied by from `old_size` ranks to others.
+
+    So that what is outstanding, as it will reach the model, stays what it was.
+    """
+    ratio = np.float32(new_size / old_size)
+    if op == "sum":
+        return np.float32(1.0), np.float32(1.0)
+    if op == TIMES_N:
+        return np.float32(1.0), np.float32(old_size / new_size)
+    return ratio, np.float32(1.0)
+
+
 def _reshard(parts: list[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
     old_size = len(parts)
-    factor = np.float32(1.0 if parts[0]["op"] == "sum" else world_size / old_size)
+    factor, server_factor = resharding_factors(parts[0]["op"], old_size, world_size)
     worker: dict[str, np.ndarray] = {}
     for part in parts[rank::world_size]:
         for name, memory in part["worker_memory"].items():
@@ -272,11 +297,14 @@ def _reshard(parts: list[dict[str, Any]], rank: int, world_size: int) -> dict[st
         "rank": rank,
         "world_size": world_size,
         "worker_memory": {name: memory * factor for name, memory in worker.items()},
-        "server_memory": whole_server_memory(
-            {part["rank"]: part["server_memory"] for part in parts},
-            first["server_layout"],
-            tensor_sizes(first["tensors"]),
-        ),
+        "server_memory": {
+            name: memory * server_factor
+            for name, memory in whole_server_memory(
+                {part["rank"]: part["server_memory"] for part in parts},
+                first["server_layout"],
+                tensor_sizes(first["tensors"]),
+            ).items()
+        },
         "whole_server_memory": True,
     }
 
@@ -324,7 +352,28 @@ def _check_part(state: Any) -> dict[str, Any]:
             raise InvalidArgumentError(f"load_state_dict: server_layout[{name!r}] is {layout!r}")
     if not all(isinstance(scale, float) for scale in state["tensor_scales"]):
         raise InvalidArgumentError("load_state_dict: tensor_scales must be floats")
+    _check_names(state)
     return state
+
+
+def _check_names(state: Mapping[str, Any]) -> None:
+    try:
+        sizes = tensor_sizes(state["tensors"])
+    except ValueError:
+        raise InvalidArgumentError(
+            f"load_state_dict: tensors is no list of tensors: {_short(state['tensors'])}"
+        ) from None
+    for key in _MEMORIES:
+        for name in state[key]:
+            if name not in sizes or (key == "server_memory" and name not in state["server_layout"]):
+                raise InvalidArgumentError(
+                    f"load_state_dict: {key} has {name!r}, of which tensors or server_layout "
+                    f"say nothing"
+                )
+    if len(state["tensor_scales"]) not in (0, len(sizes)):
+        raise InvalidArgumentError(
+            f"load_state_dict: {len(state['tensor_scales'])} tensor_scales for {len(sizes)} tensors"
+        )
 
 
 def _check_memory(what: str, memory: Any) -> None:

@@ -8,6 +8,8 @@ Used as the hooks of torch.distributed.algorithms.ddp_comm_hooks are::
     model.register_comm_hook(state, bitopk.ddp.topk_hook)
 """
 
+# ruff: noqa: E402 (a sentence about PyTorch must come before its import fails)
+#
 # No `from __future__ import annotations` here: torch compares the annotations of a hook, not their
 # text.
 
@@ -18,6 +20,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Callable, Optional, Union
 
 import numpy as np
+
+from bitopk._frameworks import require
+
+require("torch", "PyTorch", "bitopk.ddp")
+
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks

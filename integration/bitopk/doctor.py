@@ -51,7 +51,12 @@ def add_command(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    launcher = _start_launcher()
+    try:
+        launcher = _start_launcher()
+    except ImportError as error:
+        print(report(), flush=True)
+        print(f"problem: the launcher's framework cannot be imported: {error}")
+        return 1
     # Ranks of one machine look alike: one speaks for all.
     if launcher is None or launcher[1] == 0:
         print(report(), flush=True)

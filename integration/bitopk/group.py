@@ -129,7 +129,7 @@ class Group:
         rank.check_op(core_op)
         step = rank.prepare(grads, out)
         rank.register(step)
-        rank.load_pending_state()
+        rank.load_pending_state(core_op)
         rank.settle()
         rank.engine.start_step(core_op, scale, rank.submissions(step))
         rank.started(step, core_op)
@@ -141,6 +141,7 @@ class Group:
 
     def server_memory(self) -> dict[str, np.ndarray]:
         """Return a copy of the whole server memory. A collective call: all ranks must make it."""
+        self._rank.settle()  # a step that failed keeps its error for its own `Work.wait`
         return self._rank.gather_server_memory()
 
     def commit(self) -> None:
@@ -164,7 +165,7 @@ class Group:
         density_down : float, optional
             The same as `density` by default.
         """
-        self._rank.engine.set_density(*check_densities(density, density_down, "set_density"))
+        self._rank.set_density(*check_densities(density, density_down, "set_density"))
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state: both memories, scale and step count.
@@ -196,6 +197,7 @@ class Group:
 
     def all_to_all(self, parts: Sequence[bytes]) -> list[bytes]:
         """Send ``parts[r]`` to rank r and return what each rank sent here. A collective call."""
+        self._rank.settle()
         return self._rank.engine.all_to_all(list(parts))
 
     def stats(self) -> Stats:

@@ -129,6 +129,8 @@ class LocalGroup:
             steps.append(rank.prepare(grads[number], None if out is None else out[number]))
         self._register(steps)
         for rank in self._ranks:
+            rank.load_pending_state(core_op)
+        for rank in self._ranks:
             rank.settle()
         submissions = [rank.submissions(step) for rank, step in zip(self._ranks, steps)]
         _core.start_steps([rank.engine for rank in self._ranks], core_op, scale, submissions)
@@ -155,8 +157,6 @@ class LocalGroup:
                 )
         for rank, step in zip(self._ranks, steps):
             rank.register(step)
-        for rank in self._ranks:
-            rank.load_pending_state()
 
     def worker_memory(self, rank: int) -> dict[str, np.ndarray]:
         """Return a copy of one rank's worker memory as it stands after the last step.
@@ -207,7 +207,7 @@ class LocalGroup:
         """Use other densities from the next step on; see `Group.set_density`."""
         densities = check_densities(density, density_down, "set_density")
         for rank in self._ranks:
-            rank.engine.set_density(*densities)
+            rank.set_density(*densities)
 
     def stats(self, rank: int = 0) -> Stats:
         """Return what one rank did so far."""

@@ -281,7 +281,8 @@ class Engine::Impl {
     DropPending();
     for (std::size_t tensor = 0; tensor < tensors_.size(); ++tensor) LoadTensor(state, tensor);
     for (Unit& unit : plan_.units) {
-      unit.memory_in_use = unit.compressed && state.schedule_step > unit.spec.start_step;
+      // A step may have filled it, whatever start_step was then. Equal on all ranks.
+      unit.memory_in_use = unit.compressed && state.schedule_step > 0;
       unit.scale = UnitScale(unit, state.scale, state.tensor_scales);
     }
     density_ = state.density;
@@ -659,6 +660,9 @@ class Engine::Impl {
     }
     BITOPK_CHECK_ARG(std::isfinite(state.scale) && state.scale >= 0.0,
                      "Engine::LoadState: scale is ", state.scale);
+    BITOPK_CHECK_ARG(state.tensor_scales.empty() || state.tensor_scales.size() == tensors_.size(),
+                     "Engine::LoadState: got ", state.tensor_scales.size(), " tensor scales for ",
+                     tensors_.size(), " tensors");
     if (state.scale > 0.0) CheckScales(state.scale, state.tensor_scales);
     BITOPK_CHECK_ARG(state.worker_memory.size() == tensors_.size() &&
                          state.server_memory.size() == tensors_.size(),

@@ -35,6 +35,18 @@ bool TravelsDense(const TensorSpec& tensor, const CompressionSpec& spec) {
          tensor.num_entries == 0 || tensor.num_entries < spec.dense_below;
 }
 
+// Results must be the same numbers on the wire and in the caller's own type, or the memory would
+// keep the error of a value that nobody gets.
+void CheckFormats(const TensorSpec& tensor, const CompressionSpec& spec) {
+  using kernels::ValueFormat;
+  BITOPK_CHECK_ARG(tensor.result_format == ValueFormat::kFloat32 ||
+                       spec.value_format == ValueFormat::kFloat32 ||
+                       tensor.result_format == spec.value_format,
+                   "tensor \"", tensor.name, "\" is ",
+                   tensor.result_format == ValueFormat::kFloat16 ? "float16" : "bfloat16",
+                   ": its value_format must be that or float32, not the other 16-bit format");
+}
+
 void Append(Unit& unit, std::size_t number, const TensorSpec& tensor) {
   unit.tensors.push_back({number, unit.num_entries, tensor.num_entries, tensor.result_format});
   unit.num_entries += tensor.num_entries;
@@ -201,6 +213,7 @@ Plan MakePlan(const std::vector<TensorSpec>& tensors, const Config& config, int 
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     const CompressionSpec& spec = SpecOf(config, rules[i]);
     if (TravelsDense(tensors[i], spec)) continue;
+    CheckFormats(tensors[i], spec);
     BITOPK_CHECK_ARG(
         tensors[i].num_entries <= (std::uint64_t{1} << 32), "tensor \"", tensors[i].name,
         "\": at most 2^32 entries can be compressed as one unit; got ", tensors[i].num_entries);

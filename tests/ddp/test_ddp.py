@@ -79,10 +79,10 @@ def test_a_loss_scale_does_not_disturb_the_memories(tmp_path):
 def test_a_killed_rank_ends_the_others_with_an_error(tmp_path, transport, options):
     with Job(tmp_path, 3, "ddp_victim.py", transport, *options) as job:
         for rank in (0, 1):
-            output = job.output(rank, status=7, timeout=60)
+            output = job.output(rank, status=7)
             found = re.search(r"after ([\d.]+) s CommunicationError: .*rank.*2", output)
             assert found, output
-            assert float(found[1]) < 20.0
+            assert float(found[1]) < 40.0  # and not its time-out, which is 60
 
 
 @pytest.mark.skipif(not TORCH_2, reason="torch 1 does not compile")

@@ -84,7 +84,10 @@ def test_other_exchanges_and_densities_take_the_memories_over(caplog):
         (lambda parts: parts.pop(), "ranks 0 to 2"),
         (lambda parts: parts.append(parts[0]), "ranks 0 to 2"),
         (lambda parts: parts.clear(), "no parts"),
-        (lambda parts: parts[1].update(tensors='tensor 0: "y" float32[1]'), "tensors differs"),
+        (lambda parts: parts[1].update(tensors='tensor 0: "y" float32[1]'), "of which tensors"),
+        (lambda parts: parts[1].update(tensors="nonsense"), "nonsense"),
+        (lambda parts: parts[1].update(scale=9.0), "scale differs"),
+        (lambda parts: parts[1]["server_layout"].pop("large"), "server_layout"),
         (lambda parts: parts[1].update(schedule_step=9), "schedule_step differs"),
         (lambda parts: parts[1].update(format=1), "format"),
         (lambda parts: parts[1]["worker_memory"].update(small=np.float32([np.nan])), "small"),
@@ -123,3 +126,45 @@ def test_real_ranks_gather_on_one_and_go_on_as_others(tmp_path, exchange):
         done = launch(ranks, "gathered.py", exchange, mode, path)
         assert done.returncode == 0, done.stdout + done.stderr
         assert f"{mode} with {ranks} ranks" in done.stdout
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+def test_memories_that_meet_dense_steps_are_sent_whole(exchange):
+    group = trained(3, Compression.topk(0.05, exchange=exchange, dense_below=0))
+    later = Compression.topk(0.05, exchange=exchange, dense_below=0, start_step=100)
+    again = bitopk.LocalGroup(3, later)
+    again.load_state_dict(group.state_dict())
+    expected = outstanding(group, 3, "average")
+    (out, *_) = again.allreduce(make_grads(SHAPES, 3, "zeros", 0), scale=2.0)
+    for name, memory in group.server_memory().items():
+        np.testing.assert_allclose(out[name], expected[name] + memory, rtol=1e-5, atol=1e-5)
+    assert not any(memory.any() for memory in again.server_memory().values())
+
+
+def test_a_state_of_another_operation_is_refused_before_the_first_step_too():
+    group, again = trained(2), bitopk.LocalGroup(2, SPEC)
+    again.load_state_dict(group.state_dict())
+    for _ in range(2):  # not with empty memories at the second attempt
+        with pytest.raises(InvalidArgumentError, match=r"average.*sum|sum.*average"):
+            again.allreduce(make_grads(SHAPES, 2, "zeros", 0), op="sum")
+
+
+def test_a_state_that_does_not_fit_is_refused_again_and_again():
+    again = bitopk.LocalGroup(2, SPEC)
+    again.load_state_dict(trained(2).state_dict())
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError, match="tensor"):
+            again.allreduce([{"other": np.ones(2000, np.float32)}] * 2)
+
+
+def test_what_a_caller_multiplies_by_n_is_resharded_as_a_sum():
+    worker, server = checkpoint.resharding_factors(checkpoint.TIMES_N, 2, 4)
+    assert (float(worker), float(server)) == (1.0, 0.5)
+    assert [float(f) for f in checkpoint.resharding_factors("average", 2, 4)] == [2.0, 1.0]
+    assert [float(f) for f in checkpoint.resharding_factors("sum", 2, 4)] == [1.0, 1.0]
+
+
+def test_gathering_memory_leaves_the_error_of_a_step_to_its_work():
+    spec = Compression.topk(0.5, nonfinite="raise", dense_below=0)
+    done = launch(1, "late_error.py", repr(spec))
+    assert done.returncode == 0, done.stdout + done.stderr

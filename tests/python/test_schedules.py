@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from bitopk import Compression, _core, schedules
@@ -83,3 +85,54 @@ def test_a_scale_that_is_no_number_for_a_while_keeps_its_last_value():
     for _ in range(3):
         entries(session)
     assert session.engine.engine.save_state()["scale"] == 4.0
+
+
+@pytest.mark.parametrize("way", ["scale", "tensor_scales"])
+def test_a_learning_rate_that_starts_at_zero_leaves_nothing_that_weighs(way):
+    rate = {"now": 0.0}
+    ask = (lambda: 1.0 / rate["now"]) if way == "scale" else None
+    by_tensor = (lambda: [1.0 / rate["now"] if rate["now"] else float("inf")]) if not ask else None
+    session = make_session(scale=ask, tensor_scales=by_tensor)
+    entries(session)  # at rate 0 the model does not move
+    rate["now"] = 1e-3
+    gradient = torch.zeros(1000)
+    session.submit("x", gradient)
+    session.finish()
+    assert float(gradient.abs().max()) < 1e-12
+
+
+def test_a_rate_of_zero_after_loading_keeps_the_scale_of_the_state():
+    rate = {"now": 0.1}
+    session = make_session(scale=lambda: 1.0 / rate["now"])
+    entries(session)
+    state, again = session.state_dict(), make_session(scale=lambda: 1.0 / rate["now"])
+    again.load_state_dict(state)
+    rate["now"] = 0.0
+    for seed in range(3):
+        assert entries(again, seed) == entries(session, seed)
+        memory = session.worker_memory()["x"]
+        assert again.worker_memory()["x"].tobytes() == memory.tobytes()
+    assert again.state_dict()["scale"] == 10.0
+
+
+def test_tensors_without_entries_do_not_hold_a_step_up():
+    spec = Compression.topk(0.5, dense_below=0)
+    tensors = [("x", (10,), torch.float32), ("none", (0, 3), torch.float32)]
+    session = session_module.Session(spec, tensors, one_rank)
+    session.submit("none", torch.zeros(0, 3))
+    session.submit("x", torch.ones(10))
+    end = time.monotonic() + 10.0
+    while not session.is_completed():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    session.finish()
+
+
+@pytest.mark.parametrize(
+    ("value_format", "dtype"), [("bfloat16", torch.float16), ("float16", torch.bfloat16)]
+)
+def test_two_different_narrow_formats_are_refused(value_format, dtype):
+    spec = Compression.topk(0.5, dense_below=0, value_format=value_format)
+    session = session_module.Session(spec, [("x", (10,), dtype)], one_rank)
+    with pytest.raises(InvalidArgumentError, match=r'"x" is .*16: its value_format'):
+        session.submit("x", torch.ones(10, dtype=dtype))

@@ -158,6 +158,8 @@ class Driver:
 
     def _forget_step(self) -> None:
         """Leave the optimizer as between two steps, for whoever catches the error and goes on."""
+        if self._attachment.session.is_open:  # an error of this rank alone; the others wait for it
+            self._attachment.session.abandon("a rank gave up the step after an error of its own")
         self._optimizer._handles.clear()
         for p in self._optimizer._allreduce_delay:
             self._optimizer._allreduce_delay[p] = self._optimizer.backward_passes_per_step

@@ -201,7 +201,7 @@ class GradientCompressor:
         # Before waiting for the engine: a rank that has joined will never come.
         factor = self._factor(tensor.tolist())
         if self.session.is_open:
-            self._finish()
+            self._finish(times_n=factor != 1)
         return ctx.mul_(factor) if factor != 1 else ctx
 
     # --- steps ---------------------------------------------------------------------------------
@@ -234,9 +234,10 @@ class GradientCompressor:
         reasons.append(JOIN_REASON)
         return "Either " + ", or ".join(reasons) if len(reasons) > 1 else f"So {reasons[0]}"
 
-    def _finish(self) -> None:
+    def _finish(self, times_n: bool) -> None:
         step, self._step = self._step, set()
         self.bitopk.finish()
+        self.session.engine.times_n = times_n
         if self._usual is None:
             self._usual = step
         elif self._usual.isdisjoint(step):

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -74,6 +75,8 @@ class TorchState(hvd.elastic.TorchState):
         for memories in self._bitopk_memories:
             memories.save()
         super().save()
+        for memories in self._bitopk_memories:
+            memories.mark_finished()
 
     def restore(self) -> None:
         """Go back to the last commit."""
@@ -110,6 +113,8 @@ class _Snapshot:
     part: dict[str, Any] | None  # of `Session.state_dict`; None before the first step
     neighbour: int = -1  # rank whose share of the server memory is here too
     neighbour_share: dict[str, np.ndarray] = field(default_factory=dict)
+    finished: bool = False  # the model was saved with it
+    live: bool = False  # `part` is newer than the commit, and than the neighbour's share
 
 
 class _Memories:
@@ -117,7 +122,7 @@ class _Memories:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._snapshots = [_Snapshot(0, None)]  # newest last
+        self._snapshots = [_Snapshot(0, None, finished=True)]  # newest last
         self._restored = False
         session.on_connect = self._hand_out
 
@@ -125,14 +130,18 @@ class _Memories:
         """Copy this rank's part and exchange shares with the neighbours."""
         number = self._snapshots[-1].commit + 1
         if not self._session.connected:
-            self._keep(replace(self._snapshots[-1], commit=number))
+            self._keep(replace(self._snapshots[-1], commit=number, finished=False))
             return
         with as_horovod_errors():
             self._session.commit()
             part = checkpoint.normalised(self._session.state_dict())
             snapshot = _Snapshot(number, part)
             self._keep(snapshot)
-            self._send_share(snapshot, part)
+            self._send_share(snapshot, self._session.all_to_all)
+
+    def mark_finished(self) -> None:
+        """Note that the model was saved too: from here on this commit can be restored."""
+        self._snapshots[-1].finished = True
 
     def restore(self) -> None:
         """Use the last commit from here on."""
@@ -144,15 +153,18 @@ class _Memories:
         if not session.connected:
             return
         if not self._restored:
-            last = self._snapshots[-1]
             part = checkpoint.normalised(session.state_dict())
-            self._snapshots[-1] = _Snapshot(last.commit, part, last.neighbour, last.neighbour_share)
+            self._snapshots[-1] = replace(self._snapshots[-1], part=part, live=True)
         session.disconnect()
 
     def _keep(self, snapshot: _Snapshot) -> None:
         self._snapshots = [*self._snapshots, snapshot][-_KEEP:]
 
-    def _send_share(self, snapshot: _Snapshot, part: dict[str, Any]) -> None:
+    @staticmethod
+    def _send_share(snapshot: _Snapshot, all_to_all: Callable[[list[bytes]], list[bytes]]) -> None:
+        """Send this rank's share of the server memory to the next rank; collective."""
+        part = snapshot.part
+        assert part is not None
         rank, size = part["rank"], part["world_size"]
         if size == 1:
             return
@@ -163,39 +175,40 @@ class _Memories:
         }
         parts = [b""] * size
         parts[(rank + 1) % size] = pack({"rank": rank}, share)
-        received = self._session.all_to_all(parts)
+        received = all_to_all(parts)
         header, snapshot.neighbour_share = unpack(received[(rank - 1) % size])
         snapshot.neighbour = int(header["rank"])
 
     # --- after a reset -------------------------------------------------------------------------
 
-    def _hand_out(self, session: Session) -> None:
-        """Load what the old world left; collective over the ranks of the new one."""
+    def _hand_out(self, session: Session) -> bool:
+        """Load what the old world left, if anything; collective over the ranks of the new one."""
         engine = session.engine.engine
         self._restored = False
-        headers = [
-            json.loads(text) for text in engine.all_gather(json.dumps(self._header()).encode())
-        ]
+        finished = [snapshot.commit for snapshot in self._snapshots if snapshot.finished]
+        header = {
+            "commits": finished if any(s.part is not None for s in self._snapshots) else [],
+        }
+        headers = [json.loads(text) for text in engine.all_gather(json.dumps(header).encode())]
         known = [header for header in headers if header["commits"]]
         if not known:
-            return  # a new job
+            return False  # a new job
         # Rank 0 is a survivor, and Horovod's sync gives its model to all.
         wanted = known[0]["commits"][-1]
         snapshot = self._snapshot(wanted)
-        self._snapshots = [replace(snapshot or _Snapshot(wanted, None), commit=wanted)]
         part = None if snapshot is None else snapshot.part
         owner = {"has": part is not None}
         if part is not None:
             owner.update(rank=part["rank"], size=part["world_size"], neighbour=snapshot.neighbour)
         owners = [json.loads(text) for text in engine.all_gather(json.dumps(owner).encode())]
-        if not any(each["has"] for each in owners):
-            return  # no step was ever made
-        common, server = self._gather_server(engine, snapshot, owners)
-        self._load(session, common, server, part, owners)
-
-    def _header(self) -> dict[str, Any]:
-        commits = [snapshot.commit for snapshot in self._snapshots if snapshot.part is not None]
-        return {"commits": commits}
+        if any(each["has"] for each in owners):
+            common, server = self._gather_server(engine, snapshot, owners)
+            self._load(session, common, server, part, owners)
+        # From here on nothing of the old world counts: another reset may come before a commit.
+        new = _Snapshot(wanted, checkpoint.normalised(session.engine.save_state()), finished=True)
+        self._send_share(new, engine.all_to_all)
+        self._snapshots = [new]
+        return any(each["has"] for each in owners)
 
     def _snapshot(self, commit: int) -> _Snapshot | None:
         usable = [snapshot for snapshot in self._snapshots if snapshot.part is not None]
@@ -211,11 +224,16 @@ class _Memories:
         me = engine.rank
         reference = next(r for r, each in enumerate(owners) if each["has"])
         old_size = owners[reference]["size"]
+        # A rank whose copies are of another world has nothing that fits.
+        owners = [
+            each if each.get("size") == old_size else {"has": False, "rank": -1, "neighbour": -1}
+            for each in owners
+        ]
         providers = {share: _provider(owners, share) for share in range(old_size)}
         lost = [share for share, provider in providers.items() if provider is None]
         shares: dict[str, np.ndarray] = {}  # "share number/tensor name"
         fields: dict[str, Any] = {}
-        if snapshot is not None and snapshot.part is not None:
+        if owners[me]["has"] and snapshot is not None and snapshot.part is not None:
             part = snapshot.part
             if me == reference:
                 fields = {key: part[key] for key in _COMMON}
@@ -241,6 +259,17 @@ class _Memories:
         sizes = checkpoint.tensor_sizes(common["tensors"])
         server = checkpoint.whole_server_memory(by_share, common["server_layout"], sizes)
         sharded = any(layout[1] > 1 for layout in common["server_layout"].values())
+        copied = [
+            share
+            for share, rank in providers.items()
+            if rank is not None and owners[rank]["rank"] != share
+        ]
+        if copied and sharded and snapshot is not None and snapshot.live and engine.rank == 0:
+            logger.warning(
+                "elastic: the server memory of old ranks %s is that of the last commit: they left "
+                "without another",
+                copied,
+            )
         if lost and sharded and engine.rank == 0:
             logger.warning(
                 "elastic: the server memory of old ranks %s is lost (they and their next ranks "
@@ -259,7 +288,7 @@ class _Memories:
     ) -> None:
         rank, size = session.engine.engine.rank, session.engine.engine.size
         old_size = next(each["size"] for each in owners if each["has"])
-        factor = np.float32(1.0 if common["op"] == "sum" else size / old_size)
+        factor, server_factor = checkpoint.resharding_factors(common["op"], old_size, size)
         worker = {} if part is None else part["worker_memory"]
         session.engine.load_state(
             {
@@ -267,7 +296,7 @@ class _Memories:
                 "rank": rank,
                 "world_size": size,
                 "worker_memory": {name: array * factor for name, array in worker.items()},
-                "server_memory": server,
+                "server_memory": {name: array * server_factor for name, array in server.items()},
                 "whole_server_memory": True,
             }
         )

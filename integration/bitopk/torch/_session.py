@@ -58,6 +58,11 @@ def as_compression(spec_or_density: Any, where: str) -> Compression:
     return Compression.topk(spec_or_density) if number else as_spec(spec_or_density, where)
 
 
+# Before there was a usable scale (1 / lr with a learning rate of 0): what such a step leaves in the
+# memories weighs nothing later.
+_NO_SCALE = 2.0**64
+
+
 class _Slot:
     """One registered tensor and what is submitted for it in the step under way."""
 
@@ -139,7 +144,8 @@ class Session:
         self.tensor_scales = tensor_scales
         self.schedule = schedule
         # Called after each connection, on all ranks: for whoever keeps memories across them.
-        self.on_connect: Callable[[Session], None] | None = None
+        # Returns whether it loaded anything, the same on all ranks.
+        self.on_connect: Callable[[Session], bool] | None = None
         self._connect = connect
         self._report_wait_after = report_wait_after
         self._config = make_config(spec, bucket_bytes)
@@ -152,7 +158,7 @@ class Session:
             self._slots[name] = _Slot(number, name, tuple(shape), dtype)
         self._rank_engine: RankEngine | None = None
         self._state_to_load: Any = None
-        self._last_scale = 1.0
+        self._last_scale = _NO_SCALE
         self._last_tensor_scales: list[float] = []
         self._density: tuple[float, float] | None = None
         self._steps_before = 0
@@ -196,9 +202,8 @@ class Session:
             slot = self._check(name, tensor)
             if not self._open:
                 self._begin()
-            if tensor.numel() > 0:
-                view = slot.view(tensor)
-                self._rank.engine.submit(slot.number, view, view)
+            view = slot.view(tensor)
+            self._rank.engine.submit(slot.number, view, view)
             slot.tensor = tensor
 
     def is_completed(self) -> bool:
@@ -274,7 +279,7 @@ InvalidArgumentError
         if self.tensor_scales is None:
             return []
         values = [float(value) for value in self.tensor_scales()]
-        last = self._last_tensor_scales or [1.0] * len(values)
+        last = self._last_tensor_scales or [_NO_SCALE] * len(values)
         usable = [
             new if math.isfinite(new) and new > 0.0 else old for new, old in zip(values, last)
         ]
@@ -333,12 +338,26 @@ InvalidArgumentError
         with self._lock:
             if self._rank_engine is None:
                 self._rank_engine = self._make_engine()
-                if self.on_connect is not None:
-                    self.on_connect(self)
-                elif self._state_to_load is not None:
-                    self._rank_engine.load_state(self._state_to_load)
+                try:
+                    loaded = self.on_connect is not None and self.on_connect(self)
+                    if not loaded and self._state_to_load is not None:
+                        self._rank_engine.load_state(self._state_to_load)
+                except BaseException:
+                    # Not with empty memories: the next attempt meets the same state.
+                    self.disconnect()
+                    raise
                 self._state_to_load = None
+                self._take_over_scales()
             return self._rank_engine
+
+    def _take_over_scales(self) -> None:
+        """After a state was loaded, its scales are the last ones."""
+        if self._rank.loaded_scales is None:
+            return
+        scale, tensor_scales = self._rank.loaded_scales
+        if scale > 0.0:
+            self._last_scale = scale
+            self._last_tensor_scales = list(tensor_scales)
 
     def _make_engine(self) -> RankEngine:
         engine, description = self._connect(self._config)
@@ -403,6 +422,7 @@ InvalidArgumentError
         if self.connected:
             self._rank.load_state(state)
             self._density = None
+            self._take_over_scales()
         else:
             checkpoint.check(state)
             self._state_to_load = state

@@ -32,7 +32,9 @@ class Work:
 
     def is_completed(self) -> bool:
         """Tell, without waiting, whether the result is there, or the step has failed."""
-        return self._done or (self._lane is not None and self._lane.session.is_completed())
+        if not self._done and self._lane is not None and self._lane.session.is_completed():
+            self._reducer._end_step(self._lane)  # brings results to where the tensors are
+        return self._done
 
     def wait(self) -> None:
         """Wait for the result, which then stands in the tensor; ends the step it belongs to.
@@ -260,7 +262,8 @@ class Reducer:
         self._finish_all()
         return {
             "format": checkpoint.FORMAT,
-            "sets": [lane.session.state_dict() for lane in self._lanes],
+            # Sets that were loaded and have not come up again are kept.
+            "sets": [*(lane.session.state_dict() for lane in self._lanes), *self._states],
         }
 
     def load_state_dict(self, state: Any) -> None:
