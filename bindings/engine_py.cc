@@ -259,8 +259,6 @@ void RegisterEngine(py::module_& module) {
              h.Submit({tensor, gradient, result});
            })
       .def("end_step", &EngineHandle::EndStep)
-      .def("is_tensor_completed",
-           [](const EngineHandle& h, std::size_t tensor) { return h.engine().IsCompleted(tensor); })
       .def("is_completed", [](const EngineHandle& h) { return h.engine().IsCompleted(); })
       .def("wait_for",
            [](const EngineHandle& h, double seconds) {

@@ -299,10 +299,6 @@ class RankEngine:
             if self._dtypes[name] == np.float32
         }
 
-    def number_of(self, name: str) -> int:
-        """Return the engine's number of a tensor."""
-        return self._numbers[name]
-
     def save_state(self) -> dict[str, Any]:
         """Return this rank's part of the state; see `bitopk.checkpoint`."""
         op = "" if self._op is None else self._op.name

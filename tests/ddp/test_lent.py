@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import struct
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -19,50 +16,18 @@ from bitopk import _core
 from bitopk._rank import RankEngine
 from bitopk._settings import make_config
 from bitopk.group import Group
+from ddp_ranks import Job
 
 pytest.importorskip("torch.distributed")
 
-JOB = Path(__file__).parent / "jobs" / "lent.py"
-HELPERS = Path(__file__).parents[1] / "python"
 
-
-class Job:
-    """The ranks of a job; those that have not ended are killed at the end of the test."""
-
-    def __init__(self, folder: Path, num_ranks: int, *arguments: object) -> None:
-        environment = {
-            **os.environ,
-            "WORLD_SIZE": str(num_ranks),
-            "TORCH_STORE": str(folder / "store"),
-            "PYTHONPATH": os.pathsep.join([str(HELPERS), *filter(None, sys.path)]),
-        }
-        self.ranks = [
-            subprocess.Popen(
-                [sys.executable, str(JOB), *map(str, arguments)],
-                env={**environment, "RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(num_ranks)
-        ]
-
-    def __enter__(self) -> Job:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for rank in self.ranks:
-            rank.kill()
-            rank.communicate()
-
-    def output(self, rank: int, status: int = 0, timeout: float = 120.0) -> str:
-        output, _ = self.ranks[rank].communicate(timeout=timeout)
-        assert self.ranks[rank].returncode == status, output
-        return output
+def lent_job(folder: Path, num_ranks: int, *arguments: object) -> Job:
+    """Start the ranks of a case of jobs/lent.py."""
+    return Job(folder, num_ranks, "lent.py", *arguments)
 
 
 def run(folder: Path, num_ranks: int, *arguments: object) -> list[str]:
-    with Job(folder, num_ranks, *arguments) as job:
+    with lent_job(folder, num_ranks, *arguments) as job:
         return [job.output(rank) for rank in range(num_ranks)]
 
 
@@ -110,7 +75,7 @@ def test_ranks_in_different_calls_are_told_both_sides(tmp_path):
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("exchange", ["allgather", "sharded", "dense"])
 def test_a_killed_rank_ends_the_others_with_an_error(tmp_path, exchange, num_ranks):
-    with Job(tmp_path, num_ranks, "victim", "SIGKILL", 10, exchange) as job:
+    with lent_job(tmp_path, num_ranks, "victim", "SIGKILL", 10, exchange) as job:
         for rank in range(num_ranks - 1):
             output = job.output(rank, status=7, timeout=60)
             assert re.search(rf"CommunicationError: .*\brank.*\b{num_ranks - 1}\b", output), output
@@ -119,7 +84,7 @@ def test_a_killed_rank_ends_the_others_with_an_error(tmp_path, exchange, num_ran
 
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
 def test_a_stopped_rank_ends_the_others_within_the_timeout(tmp_path, exchange):
-    with Job(tmp_path, 3, "victim", "SIGSTOP", 3, exchange) as job:
+    with lent_job(tmp_path, 3, "victim", "SIGSTOP", 3, exchange) as job:
         for rank in (0, 1):
             output = job.output(rank, status=7, timeout=60)
             assert re.search(r"CommunicationError: .*no answer within 3 s from .*\b2\b", output), (
@@ -129,7 +94,7 @@ def test_a_stopped_rank_ends_the_others_within_the_timeout(tmp_path, exchange):
 
 
 def test_closing_does_not_wait_for_a_peer_and_tells_it(tmp_path):
-    with Job(tmp_path, 2, "close_while_waiting") as job:
+    with lent_job(tmp_path, 2, "close_while_waiting") as job:
         output = job.output(0, timeout=30)
         assert float(re.search(r"closed within ([\d.]+) s", output)[1]) < 2.0
         begin = time.monotonic()
@@ -138,7 +103,7 @@ def test_closing_does_not_wait_for_a_peer_and_tells_it(tmp_path):
 
 
 def test_a_program_that_ends_while_it_waits_ends(tmp_path):
-    with Job(tmp_path, 2, "exit_while_waiting") as job:
+    with lent_job(tmp_path, 2, "exit_while_waiting") as job:
         assert "Traceback" not in job.output(0, timeout=100)
         assert job.ranks[1].poll() is None  # it goes on for some seconds
 

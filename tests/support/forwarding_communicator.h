@@ -5,43 +5,22 @@
 
 #include <algorithm>
 #include <functional>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "bitopk/communicator.h"
+#include "bitopk/shared_communicator.h"
 
 namespace bitopk::testing {
 
 /// Passes every call on to a communicator that must outlive it.
-class ForwardingCommunicator : public Communicator {
+class ForwardingCommunicator : public SharedCommunicator {
  public:
-  explicit ForwardingCommunicator(Communicator& inner) : inner_(&inner) {}
-
-  int rank() const override { return inner_->rank(); }
-  int size() const override { return inner_->size(); }
-  std::chrono::milliseconds timeout() const override { return inner_->timeout(); }
-  void AllToAllV(const MessageTag& tag, Span<const Bytes> send, std::uint16_t flags,
-                 std::size_t max_bytes, ReceiveBuffer& receive) override {
-    inner_->AllToAllV(tag, send, flags, max_bytes, receive);
+  explicit ForwardingCommunicator(Communicator& inner)
+      : SharedCommunicator(std::shared_ptr<Communicator>(std::shared_ptr<Communicator>(), &inner)) {
   }
-  void AllGatherV(const MessageTag& tag, Bytes send, std::uint16_t flags, std::size_t max_bytes,
-                  ReceiveBuffer& receive) override {
-    inner_->AllGatherV(tag, send, flags, max_bytes, receive);
-  }
-  void AllReduceSum(const MessageTag& tag, Span<std::uint64_t> counts) override {
-    inner_->AllReduceSum(tag, counts);
-  }
-  void AllReduceDense(const MessageTag& tag, Span<float> values) override {
-    inner_->AllReduceDense(tag, values);
-  }
-  void Abort(const std::string& reason) noexcept override { inner_->Abort(reason); }
-  Waiting waiting() const override { return inner_->waiting(); }
-  std::uint64_t bytes_sent() const override { return inner_->bytes_sent(); }
-  std::uint64_t bytes_received() const override { return inner_->bytes_received(); }
-
- private:
-  Communicator* inner_;
 };
 
 /// Adds up what it is asked to send, headers by the formulas of communicator.h, to a count that
